@@ -101,10 +101,10 @@ class PassTimes:
         features = np.array([1.0, tokens / 64, float(drafted > 0)])
         scale = seconds / float(features @ self.GUESS)
         self._scale = min(scale, self._scale * 1.01) if self._scale else scale
-        expected = float(features @ self._weights) or seconds
-        features /= expected
+        expected_seconds = float(features @ self._weights) or seconds
+        features /= expected_seconds
         self._squares = self.FORGET * self._squares + np.outer(features, features)
-        self._products = self.FORGET * self._products + features * min(seconds / expected, 3.0)
+        self._products = self.FORGET * self._products + features * min(seconds / expected_seconds, 3.0)
         pull, guess = self.PULL / self._scale**2, self.GUESS * self._scale
         self._weights = np.maximum(np.linalg.solve(self._squares + pull, self._products + pull @ guess), 0.0)
 
@@ -179,8 +179,8 @@ class RowDrafter:
         places = [row for row, tokens in enumerate(sampled) if tokens]
         batch, new_count = self._recognise(sampled, lengths, rows, places)
         if batch and not new_count and len(batch) == len(sampled):  # no prompt was read in that pass
-            drafted = sum(sequence.drafted for sequence in batch)
-            self._times.observe(len(batch) + drafted, drafted, start - self._proposal_time)
+            draft_count = sum(sequence.drafted for sequence in batch)
+            self._times.observe(len(batch) + draft_count, draft_count, start - self._proposal_time)
         self._retire_missing()
         drafts: list[list[int]] = [[] for _ in sampled]
         if batch:
@@ -228,10 +228,10 @@ class RowDrafter:
         uid, prompt_len = self._find_prompt(text)
         group = self._groups.get(uid)
         if group is not None:
-            ended = [sequence for sequence in group.sequences if sequence.seen < self._pass]
+            ended_sequences = [sequence for sequence in group.sequences if sequence.seen < self._pass]
             # its next round begins, or it is never idle
-            if len(ended) == len(group.sequences) or len(ended) >= GONE:
-                self._retire(group, ended)
+            if len(ended_sequences) == len(group.sequences) or len(ended_sequences) >= GONE:
+                self._retire(group, ended_sequences)
         group = self._groups.setdefault(uid, _Group(uid=uid, prompt=text[:prompt_len].tobytes()))
         sampling = Sampling(max_tokens=self._max_len)
         handle = self._drafter.open(Request(tokens=np.array(text), sampling=sampling, seed=(0,), uid=uid))
@@ -264,16 +264,16 @@ class RowDrafter:
         for group in [group for group in self._groups.values() if group.seen < self._pass - PATIENCE]:
             self._retire(group, group.sequences)
 
-    def _retire(self, group: _Group, ended: Sequence[_Sequence]) -> None:
-        """End the sequences ``ended``: close their handles and learn their answers."""
-        self._observe(ended, [()] * len(ended), ended=True)
-        for sequence in ended:
+    def _retire(self, group: _Group, ended_sequences: Sequence[_Sequence]) -> None:
+        """End sequences: close their handles and learn their answers."""
+        self._observe(ended_sequences, [()] * len(ended_sequences), ended=True)
+        for sequence in ended_sequences:
             self._unfile(sequence)
-        group.sequences = [sequence for sequence in group.sequences if sequence not in ended]
+        group.sequences = [sequence for sequence in group.sequences if sequence not in ended_sequences]
         if not group.sequences:
             del self._groups[group.uid]
         prompt = np.frombuffer(group.prompt, np.int32)
-        self._learn(group.uid, [past(prompt, self._trim_answer(sequence)) for sequence in ended])
+        self._learn(group.uid, [past(prompt, self._trim_answer(sequence)) for sequence in ended_sequences])
 
     def _trim_answer(self, sequence: _Sequence) -> list[int]:
         """Cut the tokens behind a stop token of the last pass, which vLLM discards."""

@@ -54,8 +54,8 @@ class Block:
 
 def line(speaker: str, text: str, day: str = "") -> str:
     """Format a block as a line. Its day is added where the text has dates that are relative to it."""
-    relative = day and absolute(text, day_of(day)) != text
-    return f"{f'[{day[:10]}] ' if relative else ''}{speaker}: {text}\n"
+    is_relative = day and absolute(text, day_of(day)) != text
+    return f"{f'[{day[:10]}] ' if is_relative else ''}{speaker}: {text}\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

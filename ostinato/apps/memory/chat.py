@@ -213,8 +213,8 @@ class Words:
         self._row = len(context.tokens) if is_new else self._row + len(answer) + len(context)
         if self._row <= self._budget:
             return context
-        shortened = self._chat.shortened([*messages, *new_messages])
-        tokens = self._renderer.chat(shortened, tools=tools, template_kwargs=template_kwargs)
+        short_messages = self._chat.shortened([*messages, *new_messages])
+        tokens = self._renderer.chat(short_messages, tools=tools, template_kwargs=template_kwargs)
         self._row = len(tokens)
         self._chat.memory.counters["memory/rows"] += 1
         return NewRow(tokens)

@@ -71,16 +71,16 @@ Date = tuple[int, int, int]  # year, month, day; 0 for what is not given
 def numbers(text: str) -> set[str]:
     """Return the numbers of a text in a normal form: "1,000.50" is 1000.5, "seven" and "7th" are 7, "B12" is
     b12."""
-    normalised = set()
+    normal_forms = set()
     for match in _TOKEN.finditer(text):
         word, sign = match[0].casefold(), "-" if text[: match.start()].endswith(("-", "\u2212")) else ""
         if sign and text[: match.start() - 1][-1:].strip():
             sign = ""  # it is a hyphen, or the dash of a range
         if any(char.isdecimal() for char in word):
-            normalised |= {sign + numeral for numeral in _extract_numerals(word)}
+            normal_forms |= {sign + numeral for numeral in _extract_numerals(word)}
         else:
-            normalised |= {str(n) for n in _parse_spelled(word)}
-    return normalised
+            normal_forms |= {str(n) for n in _parse_spelled(word)}
+    return normal_forms
 
 
 def _extract_numerals(word: str) -> Iterator[str]:

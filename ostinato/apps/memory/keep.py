@@ -164,12 +164,12 @@ class Memory:
         """Put ``block``, which may be shortened or gone, back at its place with its original; other blocks
         make room."""
         text = self.originals.get(block.source)
-        restored = replace(
+        restored_block = replace(
             block, text=text, tokens=block.whole, level=0, uses=block.uses + 1, used_at=state.turns
         )
         others = [other for other in state.blocks if other.id != block.id]
-        self._check_pins([*others, restored])
-        blocks = tuple(sorted([*others, restored], key=lambda member: member.id))
+        self._check_pins([*others, restored_block])
+        blocks = tuple(sorted([*others, restored_block], key=lambda member: member.id))
         return self.fit(replace(state, blocks=blocks), frozenset([block.id]))
 
     def fit(self, state: MemoryState, keep: frozenset[int] = frozenset()) -> MemoryState:
@@ -291,12 +291,12 @@ class Memory:
         """Fill the gaps that have a budget with ``texts``, in order, where these fit and have no fact that
         the original lacks; else with extracts. A block without a fitting extract is dropped."""
         remaining_texts = iter(texts)
-        filled = {
+        block_of = {
             gap.block.id: self._fill(gap, next(remaining_texts)) if gap.budget else None for gap in gaps
         }
-        self.counters["memory/gone"] += sum(block is None for block in filled.values())
-        self.counters["memory/rewritten"] += sum(block is not None for block in filled.values())
-        blocks = (filled.get(block.id, block) for block in state.blocks)
+        self.counters["memory/gone"] += sum(block is None for block in block_of.values())
+        self.counters["memory/rewritten"] += sum(block is not None for block in block_of.values())
+        blocks = (block_of.get(block.id, block) for block in state.blocks)
         return replace(state, blocks=tuple(block for block in blocks if block is not None))
 
     def faults(self, gap: Gap, text: str) -> list[str]:
@@ -354,10 +354,10 @@ class Memory:
         return replace(gap.block, text=text, level=gap.level, tokens=tokens)
 
     def _check_pins(self, blocks: Sequence[Block]) -> None:
-        pinned = sum(block.whole for block in blocks if block.pinned)
-        if pinned > self.sizes.pins:
+        total = sum(block.whole for block in blocks if block.pinned)
+        if total > self.sizes.pins:
             raise ValueError(
-                f"pinned blocks have {pinned} tokens together and the memory has room for {self.sizes.pins} "
+                f"pinned blocks have {total} tokens together and the memory has room for {self.sizes.pins} "
                 f"(its budget of {self.sizes.budget} less the recent window and one piece); pin less"
             )
 

@@ -119,10 +119,12 @@ def messages(left: str, original: str, right: str, budget: int) -> list[dict[str
     """Return the request to a chat model. Its beginning is the same for every gap, so the prefix can be
     shared."""
     words = max(3, math.floor(0.7 * budget))
-    around = "".join(f"{name}: {text}\n" for name, text in (("Before it", left), ("After it", right)) if text)
+    context = "".join(
+        f"{name}: {text}\n" for name, text in (("Before it", left), ("After it", right)) if text
+    )
     return [
         {"role": "system", "content": INSTRUCTION.format(words="the stated number of")},
-        {"role": "user", "content": f"{around}----\n{original}\n----\nAt most {words} words."},
+        {"role": "user", "content": f"{context}----\n{original}\n----\nAt most {words} words."},
     ]
 
 
@@ -165,6 +167,6 @@ class At:
         request = urllib.request.Request(
             f"{self.url.rstrip('/')}/chat/completions", json.dumps(body).encode(), headers
         )
-        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with direct.open(request, timeout=self.timeout_s) as reply:
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(request, timeout=self.timeout_s) as reply:
             return str(json.load(reply)["choices"][0]["message"]["content"])

@@ -67,14 +67,14 @@ class Remembered:
         self, name: str, messages: Sequence[Message], measure: Callable[[Sequence[Message]], int]
     ) -> list[Message]:
         chat = Chat(memory=self._make_memory(name), budget=self.budget, measure=measure)
-        if stored := self.sessions.load(name):
-            chat.state, chat.seen = stored
+        if session_row := self.sessions.load(name):
+            chat.state, chat.seen = session_row
         try:
-            shortened = chat.shortened(messages, day=datetime.now(UTC).date().isoformat())
+            short_messages = chat.shortened(messages, day=datetime.now(UTC).date().isoformat())
         except ValueError as error:
             raise ApiError(str(error), param="messages", code="memory_budget") from error
         self.sessions.save(name, chat.seen, chat.state)
-        return shortened
+        return short_messages
 
     def _make_memory(self, name: str) -> Memory:
         return Memory(
@@ -89,11 +89,11 @@ class Remembered:
     async def view(self, name: str) -> dict[str, Any]:
         """Return the blocks in the context and those that are gone, with their originals. Raises ApiError 404
         for an unknown session."""
-        if (stored := self.sessions.load(name)) is None:
+        if (session_row := self.sessions.load(name)) is None:
             raise ApiError(
                 f"there is no session {name!r} in this memory", status=404, code="session_not_found"
             )
-        state, _ = stored
+        state, _ = session_row
         rows = [(block, True) for block in state.blocks] + [
             (block, False) for block in self.sessions.gone(name, state)
         ]

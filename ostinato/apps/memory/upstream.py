@@ -55,11 +55,11 @@ class Upstream:
         headers = {name: value for name, value in request.headers.items() if name in KEPT}
         if self._key and not {"authorization", "x-api-key"} & headers.keys():
             headers["authorization"] = f"Bearer {self._key}"
-        forwarded = self._client.build_request(
+        upstream_request = self._client.build_request(
             request.method, self._url + path, content=body, headers=headers
         )
         try:
-            reply = await self._client.send(forwarded, stream=True)
+            reply = await self._client.send(upstream_request, stream=True)
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
             raise ApiError(
                 f"{self._url} does not answer ({type(error).__name__}: {error})",

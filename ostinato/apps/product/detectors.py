@@ -133,12 +133,12 @@ def usual_marks(texts: Iterable[str], most: int = 24, rare: float = 0.02, common
         for mark in sorted(marks_of(text)):
             places_of.setdefault(mark, []).append(number)
     mark_of = {tuple(places): mark for mark, places in sorted(places_of.items(), reverse=True)}
-    frequent = [
+    frequent_places = [
         places for places in mark_of if rare * len(answer_texts) <= len(places) <= common * len(answer_texts)
     ]
     return [
         LONGER,
-        *(mark_of[places] for places in sorted(frequent, key=lambda places: (-len(places), places))),
+        *(mark_of[places] for places in sorted(frequent_places, key=lambda places: (-len(places), places))),
     ][:most]
 
 
@@ -147,8 +147,8 @@ def side(pair: Sequence[str], mark: str) -> int:
     if mark == LONGER:
         first_words, second_words = (len(text.split()) for text in pair)
         return (first_words > LONGER_BY * second_words) - (second_words > LONGER_BY * first_words)
-    marked = [mark in marks_of(text) for text in pair]
-    return marked[0] - marked[1]
+    has_mark = [mark in marks_of(text) for text in pair]
+    return has_mark[0] - has_mark[1]
 
 
 def of_mark(
@@ -164,5 +164,5 @@ def of_mark(
     than one of them.
     """
     sides = np.array([side(pair, mark) for pair in pairs], float)
-    usable = (sides != 0) & ~np.isnan(proxy) & ~np.isnan(gold)
-    return (sides * proxy)[usable], -(sides * gold)[usable]
+    is_usable = (sides != 0) & ~np.isnan(proxy) & ~np.isnan(gold)
+    return (sides * proxy)[is_usable], -(sides * gold)[is_usable]

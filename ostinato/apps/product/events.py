@@ -25,7 +25,7 @@ LONGEST_S = 31 * 86_400.0  # of a dwell
 
 
 class Kind(StrEnum):
-    """What a user did."""
+    """The act of a user."""
 
     SHOWN = "shown"
     ACCEPT = "accept"
@@ -46,7 +46,7 @@ class Kind(StrEnum):
 
 
 class Action(StrEnum):
-    """What the policy did, as its output alone shows: every action has a reward."""
+    """The act of the policy, as its output alone shows it: every action has a reward."""
 
     ANSWER = "answer"
     QUESTION = "question"  # a question back instead of an answer
@@ -56,7 +56,7 @@ class Action(StrEnum):
 
 
 class Exposure(BaseModel):
-    """How an answer was put before its user. ``propensity``: the probability that this one was shown."""
+    """How an answer was presented to its user. ``propensity``: the probability that this answer was shown."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -81,7 +81,7 @@ class Event(BaseModel):
     value: float | None = None
     text: str = Field(default="", max_length=MAX_TEXT)  # a comment, a reason
     after: str | None = Field(default=None, max_length=MAX_TEXT)  # of an edit: the whole text behind it
-    replaces: Name = ""  # of what is shown: the answer before it
+    replaces: Name = ""  # of an answer that is shown: the answer before it
     exposure: Exposure = Exposure()
     consent: bool = True  # False: kept out of training
     personal: bool = False  # holds personal data: counted apart

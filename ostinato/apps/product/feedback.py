@@ -56,7 +56,7 @@ class Feedback:
         503 if the store does not accept events now.
         """
         documents, single = _parse_documents(body)
-        events, refused = self._read(documents, single)
+        events, refusals = self._read(documents, single)
         outcomes = await self._write([event for _, event in events])
         for (index, event), outcome in zip(events, outcomes, strict=True):
             if outcome is Outcome.CONFLICT:
@@ -65,16 +65,16 @@ class Feedback:
                 )
                 if single:
                     raise ApiError(message, status=409, param="event_id", code="conflict")
-                refused.append(_describe_refusal(index, event.event_id, "conflict", message))
-        counted = {
+                refusals.append(_describe_refusal(index, event.event_id, "conflict", message))
+        counts = {
             outcome.value: outcomes.count(outcome) for outcome in Outcome if outcome is not Outcome.CONFLICT
         }
-        return counted | {"refused": sorted(refused, key=lambda row: row["index"])}
+        return counts | {"refused": sorted(refusals, key=lambda row: row["index"])}
 
     def _read(self, documents: list[Any], single: bool) -> tuple[list[tuple[int, Event]], list[Any]]:
         """Return (index, event) of the documents that are events, and the refusals of the others. Raises
         ApiError where a ``single`` document is refused."""
-        events, refused = [], []
+        events, refusals = [], []
         for index, document in enumerate(documents):
             try:
                 if not isinstance(document, dict):
@@ -85,8 +85,8 @@ class Feedback:
                 if single:
                     raise ApiError(str(error), param=str(error).split()[0], code="invalid_event") from error
                 event_id = document.get("event_id") if isinstance(document, dict) else None
-                refused.append(_describe_refusal(index, event_id, "invalid_event", str(error)))
-        return events, refused
+                refusals.append(_describe_refusal(index, event_id, "invalid_event", str(error)))
+        return events, refusals
 
     async def _write(self, events: list[Event]) -> list[Outcome]:
         try:

@@ -40,13 +40,13 @@ class Gate:
 
 def assess(gates: Sequence[Gate]) -> Assessment:
     """Return the assessment of all gates: passed where every gate passed, and failed where there is none."""
-    ordered = sorted(gates, key=lambda gate: gate.passed)
+    sorted_gates = sorted(gates, key=lambda gate: gate.passed)
     return Assessment(
         passed=bool(gates) and all(gate.passed for gate in gates),
         reasons=tuple(
-            f"{'passed' if gate.passed else 'failed'}: {gate.name}: {gate.sentence}" for gate in ordered
+            f"{'passed' if gate.passed else 'failed'}: {gate.name}: {gate.sentence}" for gate in sorted_gates
         ),
-        failed=tuple(gate.name for gate in ordered if not gate.passed),
+        failed=tuple(gate.name for gate in sorted_gates if not gate.passed),
         figures={f"{gate.name}/{key}": value for gate in gates for key, value in gate.figures.items()},
     )
 

@@ -97,7 +97,7 @@ class Compared:
 
     @property
     def fault(self) -> tuple[str, str]:
-        """Why there is no verdict, by name and in words."""
+        """The reason why there is no verdict, by name and in words."""
         for reply in self.replies:
             if reply.fault:
                 return reply.fault, reply.detail

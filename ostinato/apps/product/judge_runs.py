@@ -71,15 +71,15 @@ def _read_store(source: str, holdout: float) -> list[Preference]:
     if "://" not in source and not Path(source).is_file():
         raise ValueError(f"there is no store {source}; give the one of ostinato serve --feedback")
     with open_store(source) as store:
-        joined = list(store.joined())
-    events = [event for answer in joined for event in answer.events]
-    extracted = extract([answer.exchange for answer in joined], events, time.time())
-    pairs, counts = deduplicate(extracted.pairs, math.inf)
+        answers = list(store.joined())
+    events = [event for answer in answers for event in answer.events]
+    result = extract([answer.exchange for answer in answers], events, time.time())
+    pairs, counts = deduplicate(result.pairs, math.inf)
     if not pairs:
         raise ValueError(
-            f"{len(events)} events on {len(joined)} answers in {source} show no pair: an edit is one, "
+            f"{len(events)} events on {len(answers)} answers in {source} show no pair: an edit is one, "
             "another answer that is liked where the first was not, and the better of two side by side; a "
-            f"thumb alone is none {dict(extracted.counts) or ''}".rstrip()
+            f"thumb alone is none {dict(result.counts) or ''}".rstrip()
         )
     end = float(np.quantile([pair.ts for pair in pairs], 1 - holdout)) if holdout else math.inf
     parts = split(pairs, (end, end))
@@ -87,7 +87,7 @@ def _read_store(source: str, holdout: float) -> list[Preference]:
         log.info("pairs        of too few users to hold some of them out: parted by time and prompt alone")
         parts = split(pairs, (end, end), users=False)
     log.info(
-        f"pairs        {dict(extracted.counts)}, repeated {counts['repeated']}, dropped {dict(parts.dropped)}"
+        f"pairs        {dict(result.counts)}, repeated {counts['repeated']}, dropped {dict(parts.dropped)}"
     )
     return [
         Preference(

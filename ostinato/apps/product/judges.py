@@ -45,7 +45,7 @@ TOP = 8  # likeliest tokens whose probabilities are read where a verdict stands
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Where a judge comes from: an adapter's folder, a model alone, or an address."""
+    """The origin of a judge: an adapter's folder, a model alone, or an address."""
 
     name: str
     spec: Spec

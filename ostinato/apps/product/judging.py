@@ -114,14 +114,18 @@ def tally(verdicts: Sequence[tuple[Choice, Choice]], labels: Sequence[Choice]) -
     """Count verdicts in the orders (a, b) and (b, a). Shares are NaN without verdicts."""
     choices = [both_orders(*verdict) for verdict in verdicts]
     n = len(choices)
-    decisive = [choice for verdict in verdicts for choice in verdict if choice in (Choice.A, Choice.B)]
+    decisive_choices = [
+        choice for verdict in verdicts for choice in verdict if choice in (Choice.A, Choice.B)
+    ]
     right_count = sum(choice == label for choice, label in zip(choices, labels, strict=True))
     consistent_count = sum(choice in (Choice.A, Choice.B, Choice.TIE) for choice in choices)
     return Tally(
         n=n,
         accuracy=right_count / n if n else math.nan,
         consistency=consistent_count / n if n else math.nan,
-        first=sum(choice is Choice.A for choice in decisive) / len(decisive) if decisive else math.nan,
+        first=sum(choice is Choice.A for choice in decisive_choices) / len(decisive_choices)
+        if decisive_choices
+        else math.nan,
         counts=Counter(choice.value for choice in choices),
     )
 
@@ -180,9 +184,9 @@ def win_rates(n: int, verdicts: Mapping[tuple[int, int], Choice]) -> tuple[np.nd
     counts: Counter[str] = Counter()
     for i, j in {(min(pair), max(pair)) for pair in verdicts}:
         default = Choice.UNREADABLE
-        merged = both_orders(verdicts.get((i, j), default), verdicts.get((j, i), default))
-        counts[merged.value] += 1
-        if (score := {Choice.A: 1.0, Choice.B: 0.0, Choice.TIE: 0.5}.get(merged)) is not None:
+        choice = both_orders(verdicts.get((i, j), default), verdicts.get((j, i), default))
+        counts[choice.value] += 1
+        if (score := {Choice.A: 1.0, Choice.B: 0.0, Choice.TIE: 0.5}.get(choice)) is not None:
             wins[[i, j]] += score, 1 - score
             comparisons[[i, j]] += 1
     return np.divide(wins, comparisons, out=np.full(n, math.nan), where=comparisons > 0), counts
@@ -236,12 +240,12 @@ class BothOrders:
     its two answers in the other order. Reward functions get both answers of the policy."""
 
     def reset(self, *, seed: int, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-        self._swapped = list(options["swapped"])
+        self._swapped_chat = list(options["swapped"])
         return "", {}
 
     def step(self, action: str) -> tuple[list[dict[str, str]], float, bool, bool, dict[str, Any]]:
-        swapped, self._swapped = self._swapped, []
-        return swapped, 0.0, not swapped, False, {}
+        swapped_chat, self._swapped_chat = self._swapped_chat, []
+        return swapped_chat, 0.0, not swapped_chat, False, {}
 
 
 def both_right(

@@ -1,4 +1,4 @@
-"""The continual loop as a pure state machine: where it stands, and what a finding of a stage leads to.
+"""The continual loop as a pure state machine: its position, and the position after the finding of a stage.
 
     collect -> freeze -> judge -> judge_gates -> policy -> policy_gates -> canary -> collect
                                       |             |            |            |
@@ -25,14 +25,14 @@ class Stage(StrEnum):
     COLLECT = "collect"  # until enough pairs are decided
     FREEZE = "freeze"  # the window of feedback, written down
     JUDGE = "judge"  # a candidate is trained on it
-    JUDGE_GATES = "judge_gates"  # beside the current one, on the end of the window and on what came later
+    JUDGE_GATES = "judge_gates"  # beside the current judge, on the end of the window and on later pairs
     POLICY = "policy"  # RL with the judge of the round, watched
     POLICY_GATES = "policy_gates"
     CANARY = "canary"  # a share of traffic
 
 
 class Verdict(StrEnum):
-    """How a stage ended."""
+    """The outcome of a stage."""
 
     PASSED = "passed"
     FAILED = "failed"  # a gate, or a canary that did worse

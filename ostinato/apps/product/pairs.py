@@ -113,18 +113,20 @@ def extract(
         *_pair_alternatives(interactions, answers, clip, counts),
         *_pair_arms(interactions, now - horizon_s, clip, most, counts),
     ]
-    unequal = [pair for pair in pairs if pair.chosen.strip() != pair.rejected.strip()]
-    counts.update({"equal": len(pairs) - len(unequal)})
-    counts.update(Counter(str(pair.source) for pair in unequal))
-    return Extracted(pairs=tuple(sorted(unequal, key=lambda pair: (pair.ts, pair.ids))), counts=+counts)
+    distinct_pairs = [pair for pair in pairs if pair.chosen.strip() != pair.rejected.strip()]
+    counts.update({"equal": len(pairs) - len(distinct_pairs)})
+    counts.update(Counter(str(pair.source) for pair in distinct_pairs))
+    return Extracted(
+        pairs=tuple(sorted(distinct_pairs, key=lambda pair: (pair.ts, pair.ids))), counts=+counts
+    )
 
 
 def _collect_interactions(
     answers: Mapping[str, Exchange], events: Iterable[Event], counts: Counter[str]
 ) -> dict[tuple[str, str], _Interaction]:
-    unique = {event.event_id: event for event in events}.values()
+    unique_events = {event.event_id: event for event in events}.values()
     interactions: dict[tuple[str, str], _Interaction] = {}
-    for event in sorted(unique, key=lambda event: (event.ts, event.event_id)):
+    for event in sorted(unique_events, key=lambda event: (event.ts, event.event_id)):
         answer = answers.get(event.response_id)
         if answer is None or not event.consent:
             counts["orphan" if answer is None else "no_consent"] += 1
@@ -193,13 +195,13 @@ def _pair_alternatives(
         losers = [rival for rival in rivals if rival.liked is None]
         counts["both_liked"] += len(rivals) - len(losers)
         weight = _compute_weight(winner.propensity, clip, counts)
-        for loser in losers:  # one choice counts once
+        for loser in losers:  # one choice counts once, however many rivals it has
             yield _pair_answers(winner, loser, Source.TOGETHER, strength=1 / len(losers), weight=weight)
 
 
 def _pair_arms(
     interactions: Mapping[tuple[str, str], _Interaction],
-    closed: float,
+    close_time: float,
     clip: float,
     most: int,
     counts: Counter[str],
@@ -209,12 +211,14 @@ def _pair_arms(
         if interaction.arm and interaction.shown is not None and not interaction.shown.exposure.alternatives:
             prompts[prompt_name(interaction.exchange.messages)].append(interaction)
     for group in prompts.values():
-        ready = [member for member in group if member.liked is not None or member.exchange.ts <= closed]
-        counts["undecided"] += len(group) - len(ready)
+        ready_members = [
+            member for member in group if member.liked is not None or member.exchange.ts <= close_time
+        ]
+        counts["undecided"] += len(group) - len(ready_members)
         rivals = [
             (winner, loser)
-            for winner in ready
-            for loser in ready
+            for winner in ready_members
+            for loser in ready_members
             if winner.liked is not None and loser.liked is None and winner.arm != loser.arm
         ]
         counts["over_most"] += max(0, len(rivals) - most)
@@ -267,22 +271,22 @@ def _build_pair(
 def deduplicate(pairs: Iterable[Pair], cap: float) -> tuple[list[Pair], Mapping[str, int]]:
     """Keep the newest pair of each user and couple of texts, and scale weights down so that all pairs of a
     user weigh at most ``cap``. Return the pairs, and the counts of repeated pairs and of capped users."""
-    newest: dict[tuple[str, str, frozenset[str]], Pair] = {}
-    ordered = sorted(pairs, key=lambda pair: (pair.ts, pair.ids))
-    for pair in ordered:
-        newest[pair.user, pair.prompt, frozenset((pair.chosen, pair.rejected))] = pair
+    newest_of: dict[tuple[str, str, frozenset[str]], Pair] = {}
+    sorted_pairs = sorted(pairs, key=lambda pair: (pair.ts, pair.ids))
+    for pair in sorted_pairs:
+        newest_of[pair.user, pair.prompt, frozenset((pair.chosen, pair.rejected))] = pair
     total: dict[str, float] = defaultdict(float)
-    for pair in newest.values():
+    for pair in newest_of.values():
         total[pair.user] += pair.importance
-    unique = [
+    unique_pairs = [
         replace(pair, weight=pair.weight * min(1.0, cap / importance))
         if (importance := total[pair.user]) > cap
         else pair
-        for pair in newest.values()
+        for pair in newest_of.values()
     ]
     capped_users = sum(importance > cap for importance in total.values())
-    return sorted(unique, key=lambda pair: (pair.ts, pair.ids)), {
-        "repeated": len(ordered) - len(unique),
+    return sorted(unique_pairs, key=lambda pair: (pair.ts, pair.ids)), {
+        "repeated": len(sorted_pairs) - len(unique_pairs),
         "capped_users": capped_users,
     }
 
@@ -319,15 +323,15 @@ def split(
     keys = {"prompt": [pair.prompt for pair in pairs]} | ({"user": [p.user for p in pairs]} if users else {})
     homes = {name: _assign_windows(values, window, shares, seed) for name, values in keys.items()}
     parts: tuple[list[Pair], ...] = ([], [], [])
-    dropped: Counter[str] = Counter()
+    drop_counts: Counter[str] = Counter()
     for i, (pair, part) in enumerate(zip(pairs, window, strict=True)):
         conflicts = [name for name, home in homes.items() if home[keys[name][i]] != part]
         if conflicts:
-            dropped[conflicts[0]] += 1
+            drop_counts[conflicts[0]] += 1
         else:
             parts[part].append(pair)
     train, validation, test = map(tuple, parts)
-    return Split(train=train, validation=validation, test=test, dropped=dict(dropped))
+    return Split(train=train, validation=validation, test=test, dropped=dict(drop_counts))
 
 
 def _assign_windows(

@@ -293,9 +293,9 @@ def _compute_outcome(
     table: Table,
     scales: Mapping[tuple[str, int], float],
 ) -> Outcome:
-    closes, ignored = _compute_close(exchange, table), event_count - sum(map(len, by_user.values()))
+    closes, ignored_count = _compute_close(exchange, table), event_count - sum(map(len, by_user.values()))
     if now < closes:
-        return Outcome(value=None, standing=Standing.UNDECIDED, closes=closes, ignored=ignored)
+        return Outcome(value=None, standing=Standing.UNDECIDED, closes=closes, ignored=ignored_count)
     action_weight, window = table.action[exchange.action].weight, int(exchange.ts // table.cap_window_s)
     terms = {f"action:{exchange.action}": action_weight}
     terms_of_users = [_compute_terms(exchange, event_of, table) for event_of in by_user.values()]
@@ -303,8 +303,10 @@ def _compute_outcome(
         terms[kind.value] = terms.get(kind.value, 0.0) + amount
     abstains = any(table.event[kind].abstain for event_of in by_user.values() for kind in event_of)
     if abstains and exchange.action is Action.ANSWER and not any(terms_of_users):
-        return Outcome(value=None, standing=Standing.ABSTAINED, terms=terms, closes=closes, ignored=ignored)
+        return Outcome(
+            value=None, standing=Standing.ABSTAINED, terms=terms, closes=closes, ignored=ignored_count
+        )
     amounts = _sum_amounts(exchange, by_user, table)
     users = math.fsum(amount * scales.get((user, window), 1.0) for user, amount in amounts.items())
     value = action_weight + min(max(users, table.floor), table.ceiling)
-    return Outcome(value=value, standing=Standing.DECIDED, terms=terms, closes=closes, ignored=ignored)
+    return Outcome(value=value, standing=Standing.DECIDED, terms=terms, closes=closes, ignored=ignored_count)

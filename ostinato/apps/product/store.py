@@ -125,17 +125,19 @@ class Store:
                     rows.append(_build_event_row(event, seq + len(rows), body))
             self._db.insert(EVENTS, rows)
             seq += len(rows)
-            stored = self._select_among(
+            known_rows = self._select_among(
                 sa.select(X.response_id), X.response_id, [x.response_id for x in exchanges]
             )
-            stored_ids = {id_ for (id_,) in stored}
+            stored_ids = {id_ for (id_,) in known_rows}
             new_exchanges = {x.response_id: x for x in reversed(exchanges) if x.response_id not in stored_ids}
-            storable = [
+            storable_exchanges = [
                 x
                 for x in new_exchanges.values()
                 if _hash(x.response_id) not in deleted_hashes and x.ts >= floor
             ]
-            self._db.insert(EXCHANGES, [_build_exchange_row(x, seq + k) for k, x in enumerate(storable)])
+            self._db.insert(
+                EXCHANGES, [_build_exchange_row(x, seq + k) for k, x in enumerate(storable_exchanges)]
+            )
         return outcomes
 
     def prune(self, before: float) -> tuple[int, int]:

@@ -3,7 +3,7 @@
     series    evaluations over compute, from arrays, CSV or a run folder, checked
     curve     the sigmoid and its laws, autocorrelated noise of evaluations
     fit       least squares: variable projection
-    posterior what is known of A, B, C_mid
+    posterior the posterior of A, B, C_mid
     gates     whether it is identified            decide     go on, stop, undecided
     ablation  several recipes, by seeds of each
     reading, answers, commands                    ``ostinato scale``

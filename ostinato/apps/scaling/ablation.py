@@ -142,16 +142,19 @@ def ablate(
     arms = [_summarise_arm(name, pairs) for name, pairs in by_arm.items()]
     common = _find_common_compute(runs, {arm.name for arm in arms if arm.ranked})
     arms = _score_at(arms, common, rng, draws)
-    ranked = [arm for arm in arms if arm.ranked]
-    tau = spreads([[_take_logs(run_posterior) for run_posterior in arm.known] for arm in ranked], rng, draws)
+    ranked_arms = [arm for arm in arms if arm.ranked]
+    tau = spreads(
+        [[_take_logs(run_posterior) for run_posterior in arm.known] for arm in ranked_arms], rng, draws
+    )
     draws_of = {
-        arm.name: pool([_take_logs(run_posterior) for run_posterior in arm.known], tau, rng) for arm in ranked
+        arm.name: pool([_take_logs(run_posterior) for run_posterior in arm.known], tau, rng)
+        for arm in ranked_arms
     }
     shared_A = float(np.mean(draws_of[reference]["A"])) if reference in draws_of else None
     tail = FAMILY / (2 * max(1, len(names) - 1))
-    shared = {} if shared_A is None else _draw_at_ceiling(ranked, draws_of, shared_A, rng)
+    draws_at_ceiling = {} if shared_A is None else _draw_at_ceiling(ranked_arms, draws_of, shared_A, rng)
     return Ablation(
-        arms=tuple(_compare_arm(arm, draws_of, shared, reference, tail) for arm in arms),
+        arms=tuple(_compare_arm(arm, draws_of, draws_at_ceiling, reference, tail) for arm in arms),
         common=common,
         shared_A=shared_A,
         tail=tail,
@@ -174,7 +177,7 @@ def _summarise_arm(name: str, pairs: Sequence[tuple[Run, Posterior]]) -> Arm:
     assessments = [assess(run_posterior) for _, run_posterior in pairs]
     seeds = [run.seed for run, _ in pairs]
     order = list(Standing)
-    worst = max((assessment.standing for assessment in assessments), key=order.index)
+    worst_standing = max((assessment.standing for assessment in assessments), key=order.index)
     reasons = [
         f"seed {seed}: {assessment.reason}"
         for seed, assessment in zip(seeds, assessments, strict=True)
@@ -185,17 +188,17 @@ def _summarise_arm(name: str, pairs: Sequence[tuple[Run, Posterior]]) -> Arm:
         seeds=tuple(seeds),
         known=tuple(run_posterior for _, run_posterior in pairs),
         assessments=tuple(assessments),
-        standing=worst,
+        standing=worst_standing,
         reason="; ".join(reasons),
     )
 
 
-def _find_common_compute(runs: Sequence[Run], ranked: Set[str]) -> float:
+def _find_common_compute(runs: Sequence[Run], ranked_names: Set[str]) -> float:
     """The compute at which scores are compared: the least that all ended runs of ranked arms have reached. A
     run that died early, or is still going on, does not lower it for the others, as long as a run has
     ended."""
-    ended = [run for run in runs if run.ended]
-    candidates = [run for run in ended if run.arm in ranked] or ended or runs
+    ended_runs = [run for run in runs if run.ended]
+    candidates = [run for run in ended_runs if run.arm in ranked_names] or ended_runs or runs
     return min(float(run.series.compute[-1]) for run in candidates)
 
 
@@ -269,8 +272,8 @@ def pool(seeds: Sequence[Draws], tau: Draws, rng: np.random.Generator) -> dict[s
     }
 
 
-def _take_logs(known: Posterior) -> Draws:
-    return {"A": known.A, "B": np.log(known.B), "C_mid": np.log(known.C_mid)}
+def _take_logs(run_posterior: Posterior) -> Draws:
+    return {"A": run_posterior.A, "B": np.log(run_posterior.B), "C_mid": np.log(run_posterior.C_mid)}
 
 
 def at_ceiling(known: Posterior, A: float) -> dict[str, np.ndarray]:
@@ -279,31 +282,37 @@ def at_ceiling(known: Posterior, A: float) -> dict[str, np.ndarray]:
     identified curve. Errors of the measured R0 remain."""
     own_draws, deviation = _take_logs(known), known.A - known.A.mean()
     variance = float(deviation @ deviation)
-    shifted = {"A": np.full_like(known.A, A)}
+    conditional_draws = {"A": np.full_like(known.A, A)}
     for name in ("B", "C_mid"):
         slope = float(deviation @ own_draws[name]) / variance if variance else 0.0
-        shifted[name] = own_draws[name] - slope * (known.A - A)
-    return shifted
+        conditional_draws[name] = own_draws[name] - slope * (known.A - A)
+    return conditional_draws
 
 
 # -- comparison with the recipe
 
 
 def _draw_at_ceiling(
-    ranked: Sequence[Arm], draws_of: Mapping[str, Draws], A: float, rng: np.random.Generator
+    ranked_arms: Sequence[Arm], draws_of: Mapping[str, Draws], A: float, rng: np.random.Generator
 ) -> dict[str, Draws]:
     """Draws of ln B and ln C_mid at the ceiling ``A``, of the arms whose B is identified and whose own
     ceiling is within the margin of ``A``: further away the refit would be of another curve."""
     near_arms = [
-        arm for arm in ranked if arm.steep and abs(float(np.median(draws_of[arm.name]["A"])) - A) <= FLOOR
+        arm
+        for arm in ranked_arms
+        if arm.steep and abs(float(np.median(draws_of[arm.name]["A"])) - A) <= FLOOR
     ]
     seeds_of = {arm.name: [at_ceiling(run_posterior, A) for run_posterior in arm.known] for arm in near_arms}
-    tau = spreads(list(seeds_of.values()), rng, len(ranked[0].known[0].A))
+    tau = spreads(list(seeds_of.values()), rng, len(ranked_arms[0].known[0].A))
     return {name: pool(seeds, tau, rng) for name, seeds in seeds_of.items()}
 
 
 def _compare_arm(
-    arm: Arm, draws_of: Mapping[str, Draws], shared: Mapping[str, Draws], reference: str, tail: float
+    arm: Arm,
+    draws_of: Mapping[str, Draws],
+    draws_at_ceiling: Mapping[str, Draws],
+    reference: str,
+    tail: float,
 ) -> Arm:
     """Return ``arm`` with its intervals, and, where it and the recipe are ranked, compared with the
     recipe."""
@@ -318,7 +327,7 @@ def _compare_arm(
     )
     if reference not in draws_of:
         return replace(arm, reason=f"{reference} is not identified")
-    at_shared, reference_at_shared = shared.get(arm.name), shared.get(reference)
+    at_shared, reference_at_shared = draws_at_ceiling.get(arm.name), draws_at_ceiling.get(reference)
     if at_shared is not None:
         arm = replace(arm, B_shared=interval(np.exp(at_shared["B"])))
     if arm.name == reference:

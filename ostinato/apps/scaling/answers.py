@@ -131,39 +131,39 @@ class Known:
 
 def fit(window: Window) -> Answer:
     """Answer with the curve, the interval of its ceiling, and whether a line would have predicted better."""
-    known = Known.of(window)
-    least_fit, rival_sentence = known.posterior.fit, known.rival()
-    unknown = () if known.assessment.steep else ("B", "C_mid")
+    estimate = Known.of(window)
+    least_fit, rival_sentence = estimate.posterior.fit, estimate.rival()
+    unknown = () if estimate.assessment.steep else ("B", "C_mid")
     curve = {
         name: None if name in unknown else getattr(least_fit.curve, name) for name in ("A", "B", "C_mid")
     }
-    least_squares = curve | {"sse": least_fit.sse, "sd": least_fit.residual_sd} if known.ranked else None
+    least_squares = curve | {"sse": least_fit.sse, "sd": least_fit.residual_sd} if estimate.ranked else None
     return Answer(
-        result=known.as_json() | {"least_squares": least_squares, "rival": rival_sentence or None},
-        lead=[*known.sentences(), *filter(None, [rival_sentence])],
-        tables=[_build_parameter_table(known, curve if known.ranked else {})],
+        result=estimate.as_json() | {"least_squares": least_squares, "rival": rival_sentence or None},
+        lead=[*estimate.sentences(), *filter(None, [rival_sentence])],
+        tables=[_build_parameter_table(estimate, curve if estimate.ranked else {})],
     )
 
 
-def _build_parameter_table(known: Known, least: Mapping[str, float | None]) -> Table:
-    series, shown = known.posterior.series, known.parameters()
+def _build_parameter_table(estimate: Known, least_squares: Mapping[str, float | None]) -> Table:
+    series, intervals = estimate.posterior.series, estimate.parameters()
     kinds = {
         "A": ("score; the ceiling", "{:.3f}", "{:.4f}"),
         "B": ("no unit; steepness in ln C", "{:.2f}", "{:.3f}"),
-        "C_mid": (f"{known.window.unit}; half of the gain", "", ""),
+        "C_mid": (f"{estimate.window.unit}; half of the gain", "", ""),
     }
     rows = [
         (
             f"{name}\n{note}",
-            middle(shown[name], form),
-            span(shown[name], form),
-            NONE if (value := least.get(name)) is None else _format(value, fine),
+            middle(intervals[name], form),
+            span(intervals[name], form),
+            NONE if (value := least_squares.get(name)) is None else _format(value, fine),
         )
         for name, (note, form, fine) in kinds.items()
     ]
     error = f" ± {series.R0_stderr:.3f}" if series.R0_stderr else ""
     rows.append(("R0\nscore; before training", f"{series.R0:.3f}{error}", "measured", NONE))
-    return Table(title=known.name, head=("median", "90 % interval", "least squares"), rows=rows)
+    return Table(title=estimate.name, head=("median", "90 % interval", "least squares"), rows=rows)
 
 
 def forecasts(window: Window, at: Sequence[float], targets: Sequence[float]) -> Answer:
@@ -172,13 +172,13 @@ def forecasts(window: Window, at: Sequence[float], targets: Sequence[float]) -> 
     for target in targets:
         if not 0 < target < 1:
             raise ValueError(f"--target is {target:g}; use a score between 0 and 1")
-    known = Known.of(window)
-    scores = [forecast(known.posterior, C) for C in at]
-    reaches = [reach(known.posterior, T) for T in targets]
-    now, unit, rival_sentence = float(window.fitted.compute[-1]), window.unit, known.rival()
+    estimate = Known.of(window)
+    scores = [forecast(estimate.posterior, C) for C in at]
+    reaches = [reach(estimate.posterior, T) for T in targets]
+    now, unit, rival_sentence = float(window.fitted.compute[-1]), window.unit, estimate.rival()
     rows = []
     for prediction in scores:
-        gain = known.assessment.shown(known.posterior.gain(now, prediction.compute))
+        gain = estimate.assessment.shown(estimate.posterior.gain(now, prediction.compute))
         cells = (
             middle(prediction.score),
             span(prediction.score),
@@ -215,16 +215,16 @@ def forecasts(window: Window, at: Sequence[float], targets: Sequence[float]) -> 
         "rival": rival_sentence or None,
     }
     return Answer(
-        result=known.as_json() | result,
-        lead=[*known.sentences(), *filter(None, [rival_sentence])],
+        result=estimate.as_json() | result,
+        lead=[*estimate.sentences(), *filter(None, [rival_sentence])],
         tables=tables,
     )
 
 
 def judge(window: Window, terms: Terms) -> Answer:
     """Answer whether to go on or to stop, or that it is undecided; the exit code tells which."""
-    known = Known.of(window)
-    decision = decide(known.posterior, terms)
+    estimate = Known.of(window)
+    decision = decide(estimate.posterior, terms)
     remaining = terms.budget - float(window.fitted.compute[-1])
     least, price = f"{terms.min_gain:.3f}", f"{terms.price * remaining:.3f}"
     rows = [("gain of the rest\nscore", middle(decision.gain), span(decision.gain), least, price)]
@@ -238,11 +238,11 @@ def judge(window: Window, terms: Terms) -> Answer:
         "rival": decision.rival or None,
         **asdict(terms),
     }
-    lead = [f"{decision.action.capitalize()}: {decision.reason}.", *known.sentences()]
+    lead = [f"{decision.action.capitalize()}: {decision.reason}.", *estimate.sentences()]
     return Answer(
-        result=known.as_json() | result,
+        result=estimate.as_json() | result,
         lead=[*lead, *filter(None, [decision.rival])],
-        tables=[Table(title=known.name, head=columns, rows=rows, note=note)],
+        tables=[Table(title=estimate.name, head=columns, rows=rows, note=note)],
         exit_code=decision.action.exit_code,
     )
 
@@ -280,7 +280,7 @@ def study_sentences(study: Ablation) -> list[str]:
 def study_tables(study: Ablation, unit: str) -> list[Table]:
     """Tables of ceilings and, where B of any arm is identified, of efficiency; ``ablation.judge`` has the
     rule of verdicts."""
-    first, common = study.arms[0].name, compute_text(study.common)
+    first_name, compute = study.arms[0].name, compute_text(study.common)
 
     def format_probability(arm: Arm, name: str) -> str:  # draws are too few for probabilities below 0.1 %
         p = arm.lower.get(name)
@@ -299,12 +299,12 @@ def study_tables(study: Ablation, unit: str) -> list[Table]:
         )
         for arm in study.arms
     ]
-    head = ("runs", "A", f"less that of {first}", "P(A lower)", f"score at {common}", "verdict")
+    head = ("runs", "A", f"less that of {first_name}", "P(A lower)", f"score at {compute}", "verdict")
     note = (
         f"Intervals: 90 %, of the mean over seeds. A verdict on A is beyond {study.tail:.2%} on either side:"
         f" any of {len(study.arms) - 1} arms is reported to move A where none does with {FAMILY:.0%} at most,"
         f" and B or C_mid (at one A, within {FLOOR:g}) as often again. No difference seen is not none: the"
-        f" interval says how large it may be. Score at {common} {unit}: as measured just before, no curve."
+        f" interval says how large it may be. Score at {compute} {unit}: as measured just before, no curve."
     )
     tables = [Table(title="Arm", head=head, rows=ceilings, note=note)]
     if not any(arm.steep for arm in study.arms):
@@ -322,10 +322,10 @@ def study_tables(study: Ablation, unit: str) -> list[Table]:
         for arm in study.arms
     ]
     condition = "" if study.shared_A is None else f" at A = {study.shared_A:.3f}"
-    head = ("B", f"B{condition}", "P(B lower)", "C_mid", f"over that of {first}", "P(C_mid lower)")
+    head = ("B", f"B{condition}", "P(B lower)", "C_mid", f"over that of {first_name}", "P(C_mid lower)")
     note = (
         f"C_mid in {unit}: compute of half of the gain; its ratio too is at that A. A dash: A is further than"
-        f" {FLOOR:g} from that of {first}, or B is not known."
+        f" {FLOOR:g} from that of {first_name}, or B is not known."
     )
     return [*tables, Table(title="Arm", head=head, rows=efficiency, note=note)]
 

@@ -123,10 +123,10 @@ def verdict(known: Posterior, terms: Terms) -> Action:
     return Action.CONTINUE if gain.low > least else Action.UNDECIDED
 
 
-def _forecast_gain(known: Posterior, terms: Terms) -> Interval:
+def _forecast_gain(curve_posterior: Posterior, terms: Terms) -> Interval:
     """Interval of the gain from the rest of the budget; 80 %, so that the gain is above the lower end with
     90 %."""
-    return interval(known.gain(float(known.series.compute[-1]), terms.budget), level=0.8)
+    return interval(curve_posterior.gain(float(curve_posterior.series.compute[-1]), terms.budget), level=0.8)
 
 
 def _explain(assessment: Assessment, gain: Interval | None, least: float) -> str:

@@ -54,21 +54,21 @@ def new_forecaster(
 
     def should_stop(step: int) -> bool:
         row = json.loads(to_json(look(recipe, run, step)))  # as it is read back from the file
-        earlier = list(run.forecast.rows())
-        stop = terms.stop and row["verdict"] == Action.STOP
-        objection = goes_on(row, earlier) if stop else ""
-        if row not in earlier:  # a resumed run computes its last row again
+        earlier_rows = list(run.forecast.rows())
+        wants_stop = terms.stop and row["verdict"] == Action.STOP
+        objection = goes_on(row, earlier_rows) if wants_stop else ""
+        if row not in earlier_rows:  # a resumed run computes its last row again
             run.forecast.append(row)
             for writer in writers:
                 writer.write(step, metrics(row))
             is_news = row["failed"] and row["sentence"] not in [
-                earlier_row["sentence"] for earlier_row in earlier
+                earlier_row["sentence"] for earlier_row in earlier_rows
             ]
             if row["n"] >= FEWEST or is_news:
                 logger.info(
                     f"step {step}: forecast: {row['sentence']}{objection and f'; goes on, for {objection}'}"
                 )
-        return stop and not objection
+        return wants_stop and not objection
 
     return should_stop
 
@@ -135,11 +135,11 @@ def compute_of(row: Mapping[str, Any], recipe: Recipe) -> float:
     row does not have it."""
     axis, currency = recipe.forecast.axis, recipe.ledger.currency
     names = {Axis.HOURS: "seconds", Axis.DEVICE_HOURS: "device_hours", Axis.MONEY: f"money/{currency}"}
-    spent = row.get("spent", {}).get(names.get(axis, axis), None if row["step"] else 0.0)
-    if spent is None:
+    amount = row.get("spent", {}).get(names.get(axis, axis), None if row["step"] else 0.0)
+    if amount is None:
         unit = f"money: not every step before it was paid in {currency}" if axis is Axis.MONEY else axis
         raise ValueError(f"the score at step {row['step']} does not say what had been spent in {unit}")
-    return spent / 3600 if axis is Axis.HOURS else spent
+    return amount / 3600 if axis is Axis.HOURS else amount
 
 
 def unit_name(axis: Axis) -> str:
@@ -206,14 +206,16 @@ def _report_quantiles(draws: np.ndarray, assessment: Assessment) -> list[float |
     return [interval.low, None if math.isnan(interval.median) else interval.median, interval.high]
 
 
-def _sample_curve(known: Posterior, assessment: Assessment, last: float) -> dict[str, list[float]] | None:
+def _sample_curve(
+    curve_posterior: Posterior, assessment: Assessment, last: float
+) -> dict[str, list[float]] | None:
     """Quantiles of R(C) from the first evaluation to ``last``, to five digits; only the outer quantiles for a
     curve that is not identified."""
     if assessment.silent:
         return None
-    places = np.geomspace(float(known.series.compute[0]), last, PLACES)
+    places = np.geomspace(float(curve_posterior.series.compute[0]), last, PLACES)
     levels = CURVE if assessment.standing in REPORTED else BAND
-    quantiles = np.quantile(known.score(places), list(levels.values()), axis=0)
+    quantiles = np.quantile(curve_posterior.score(places), list(levels.values()), axis=0)
     rows = zip(["compute", *levels], [places, *quantiles], strict=True)
     return {name: [float(f"{value:.5g}") for value in values] for name, values in rows}
 

@@ -117,12 +117,12 @@ def _decide_standing(flags: Sequence[Flag], ratios: Interval, width: float) -> t
     return Standing.IDENTIFIED, evidence
 
 
-def _is_steep(known: Posterior) -> bool:
+def _is_steep(curve_posterior: Posterior) -> bool:
     """Whether the evaluations say more about B than the prior does (most of the precision of ln B is theirs),
     and C_mid is above the prior's lower end."""
-    floor = float(known.series.compute[0]) / known.prior.below
-    is_informed = float(np.log(known.B).std()) < known.prior.spread / math.sqrt(2)
-    return is_informed and float(np.mean(known.C_mid < 2 * floor)) < AT_BOUND
+    floor = float(curve_posterior.series.compute[0]) / curve_posterior.prior.below
+    is_informed = float(np.log(curve_posterior.B).std()) < curve_posterior.prior.spread / math.sqrt(2)
+    return is_informed and float(np.mean(curve_posterior.C_mid < 2 * floor)) < AT_BOUND
 
 
 def _find_flags(series: Series, fit: Fit) -> list[Flag]:
@@ -160,11 +160,11 @@ def _average_windows(R: np.ndarray, window: int) -> np.ndarray:
 def _has_fallen(R: np.ndarray, last: int, sd: float) -> bool:
     """Whether the mean of the last ``last`` evaluations is below the best mean of a quarter of all
     evaluations, in a row, before them. The best mean of fewer evaluations would be mere luck."""
-    earlier, window = R[:-last], max(2, len(R) // 4)
-    if len(earlier) < window:
+    earlier_scores, window = R[:-last], max(2, len(R) // 4)
+    if len(earlier_scores) < window:
         return False
     error = math.hypot(*(sd_of_mean(m, sd, MEASURED.rho) for m in (last, window)))
-    return bool(_average_windows(earlier, window).max() - R[-last:].mean() > Z * error)
+    return bool(_average_windows(earlier_scores, window).max() - R[-last:].mean() > Z * error)
 
 
 def _keeps_falling(R: np.ndarray) -> bool:
@@ -183,6 +183,6 @@ def runs_z(residuals: np.ndarray) -> float:
     if min(above, below) < 3:
         return 0.0
     n, product = above + below, 2 * above * below
-    expected = product / n + 1
+    expected_runs = product / n + 1
     variance = product * (product - n) / (n * n * (n - 1))
-    return (1 + int((sign[1:] != sign[:-1]).sum()) - expected) / math.sqrt(variance)
+    return (1 + int((sign[1:] != sign[:-1]).sum()) - expected_runs) / math.sqrt(variance)

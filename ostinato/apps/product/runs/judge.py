@@ -77,8 +77,8 @@ def _read_rows(loop: ProductLoop, at: Position) -> list[dict[str, Any]]:
 
 def _plan_runs(loop: ProductLoop, at: Position, rows: Path, folder: Path) -> Plan:
     settings = loop.settings
-    current = loop.adapter_of(at.judge)
-    start = str(current) if current else settings.judge.base
+    current_adapter = loop.adapter_of(at.judge)
+    start = str(current_adapter) if current_adapter else settings.judge.base
     overrides = (f"model.path={settings.model}", f"log.dir={folder}", f"seed={settings.seed + at.round}")
     overrides += (f"{'warm' if settings.judge.warm else 'rl'}.adapter.path={start}",) if start else ()
     template = settings.judge.template.read_text(encoding="utf-8") if settings.judge.template else ""
@@ -133,13 +133,15 @@ def labels(rows: Sequence[Mapping[str, Any]], gold: str) -> list[Choice]:
     for pair_row in rows:
         texts = [[{"role": "assistant", "content": pair_row[side]}] for side in ("chosen", "rejected")]
         try:
-            chosen, rejected = function(prompts=[pair_row["messages"]] * 2, completions=texts)
+            chosen_score, rejected_score = function(prompts=[pair_row["messages"]] * 2, completions=texts)
         except Exception as error:
             raise RunFailed(
                 f"gold {gold!r} cannot score a pair of the window ({type(error).__name__}: {error}); give "
                 "one that needs prompts and completions alone, or set judge.by_gold to false"
             ) from error
-        prefers_rejected = chosen is not None and rejected is not None and chosen < rejected
+        prefers_rejected = (
+            chosen_score is not None and rejected_score is not None and chosen_score < rejected_score
+        )
         choices.append(Choice.B if prefers_rejected else Choice.A)
     return choices
 

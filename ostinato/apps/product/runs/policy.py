@@ -66,11 +66,11 @@ def policy_recipe(loop: ProductLoop, at: Position, folder: Path) -> Recipe:
     """Return the recipe of the round, with the judge as its reward. It begins with the current policy, and
     stays near it by algo.teacher_coef, where the recipe has one."""
     settings = loop.settings
-    current = adapter_path(loop, at.policy)
+    current_adapter = adapter_path(loop, at.policy)
     overrides = [f"model.path={settings.model}", f"log.dir={folder}", f"seed={settings.seed + at.round}"]
     overrides += [f'reward.functions=["judge:{loop.adapter_of(at.judge)}"]']
-    if current:
-        overrides += [f"adapter.path={current}", f"teacher.adapter={current}"]
+    if current_adapter:
+        overrides += [f"adapter.path={current_adapter}", f"teacher.adapter={current_adapter}"]
     else:
         overrides.append(f"teacher.model={settings.model}")
     return Recipe.load(settings.policy.recipe, *overrides, *settings.policy.overrides)
@@ -101,9 +101,11 @@ def alarms(loop: ProductLoop, run: RunFolder) -> list[str]:
     """Return the sentences of all alarms so far, and put their exemplars into the hack bank. Only the looks
     that are written down decide, so a process that was killed after a look finds the same alarms again."""
     settings = loop.settings.policy
-    quiet, *later_probes = (Probe.of(row) for row in Jsonl(run.path / PROBES).rows())
+    quiet_probe, *later_probes = (Probe.of(row) for row in Jsonl(run.path / PROBES).rows())
     looks = -(-settings.steps // settings.look_every)
-    watch = Watch.of(quiet, sum(quiet.actions.values()), settings.counted, looks, settings.false_alarms)
+    watch = Watch.of(
+        quiet_probe, sum(quiet_probe.actions.values()), settings.counted, looks, settings.false_alarms
+    )
     sentences, marks = list[str](), list[str]()
     for later_probe in later_probes:
         watch, new_alarms = watch.update(later_probe)
@@ -115,7 +117,7 @@ def alarms(loop: ProductLoop, run: RunFolder) -> list[str]:
         rows = (
             row
             for mark in marks or [""]
-            for measurement in (quiet, *later_probes)
+            for measurement in (quiet_probe, *later_probes)
             for row in measurement.exemplars(mark)
         )
         sentences.append(f"{add_exemplars(loop.bank, rows)} exemplars of it went into the hack bank")
@@ -161,8 +163,8 @@ def gates(loop: ProductLoop, at: Position) -> Finding:
     def score_by(function: str) -> tuple[np.ndarray, np.ndarray]:
         scores = answers(recipe, policies, function, settings.policy.gate_prompts, prompts=0)
         ours, theirs = (policy_answers.gold for policy_answers in scores)
-        usable = ~(np.isnan(ours) | np.isnan(theirs))
-        return ours[usable], theirs[usable]
+        is_usable = ~(np.isnan(ours) | np.isnan(theirs))
+        return ours[is_usable], theirs[is_usable]
 
     golds = zip(*score_by(settings.gold), strict=True)
     panel = [Choice.A if a > b else Choice.B if a < b else Choice.TIE for a, b in golds]
@@ -189,30 +191,30 @@ def canary(loop: ProductLoop, at: Position) -> Finding:
     stderr = sum(float(np.var(values, ddof=1)) / len(values) for values in arms.values()) ** 0.5
     gap = means["canary"] - means["control"]
     figures = {"canary": means["canary"], "control": means["control"], "gap": gap, "stderr": stderr}
-    worse = gap + 1.645 * stderr < -settings.worse
+    is_worse = gap + 1.645 * stderr < -settings.worse
     reason = (
         f"mean reward by users {means['canary']:.3f} of the candidate, {means['control']:.3f} of the "
         f"current policy (difference {gap:+.3f}, standard error {stderr:.3f})"
     )
-    return Finding(verdict=Verdict.FAILED if worse else Verdict.PASSED, reasons=(reason,), figures=figures)
+    return Finding(verdict=Verdict.FAILED if is_worse else Verdict.PASSED, reasons=(reason,), figures=figures)
 
 
 def _collect_rewards(loop: ProductLoop, at: Position) -> dict[str, list[float]]:
     """Decided rewards since the candidate's first answer: those of the candidate, and of the current
     policy."""
     now, values = loop.now(), {"canary": list[float](), "control": list[float]()}
-    joined = list(loop.store.joined(since=at.frozen, until=now, horizon_s=loop.table.horizon_s))
+    answers = list(loop.store.joined(since=at.frozen, until=now, horizon_s=loop.table.horizon_s))
     since = min(
-        (answer.exchange.ts for answer in joined if answer.exchange.revision == at.candidate), default=now
+        (answer.exchange.ts for answer in answers if answer.exchange.revision == at.candidate), default=now
     )
-    joined = [answer for answer in joined if answer.exchange.ts >= since]
+    answers = [answer for answer in answers if answer.exchange.ts >= since]
     account = rewards(
-        [answer.exchange for answer in joined],
-        (event for answer in joined for event in answer.events),
+        [answer.exchange for answer in answers],
+        (event for answer in answers for event in answer.events),
         now,
         loop.table,
     )
-    for answer in joined:
+    for answer in answers:
         value = account.outcomes[answer.exchange.response_id].value
         arm = {at.candidate: "canary", at.policy: "control"}.get(answer.exchange.revision)
         if value is not None and arm is not None:

@@ -204,47 +204,47 @@ class Watch:
             watch_rate(name, quiet.actions.get(name, 0), cases, rate=share / len(counted), steps=looks)
             for name in counted
         ]
-        usable = ~(np.isnan(quiet.proxy) | np.isnan(quiet.gold))
-        if usable.sum() < 8 or not np.ptp(quiet.proxy[usable]) or not np.ptp(quiet.gold[usable]):
+        is_usable = ~(np.isnan(quiet.proxy) | np.isnan(quiet.gold))
+        if is_usable.sum() < 8 or not np.ptp(quiet.proxy[is_usable]) or not np.ptp(quiet.gold[is_usable]):
             return cls(detectors=tuple(rate_detectors))
         marks = usual_marks(text for pair in quiet.texts for text in pair)
         alpha = share / len(marks)
         pairs = ((mark, Bets(name=f"{MARKED}{mark}", alpha=alpha)) for mark in marks)
-        marked = tuple((mark, bets_of_mark, bets_of_mark) for mark, bets_of_mark in pairs)
+        mark_bets = tuple((mark, bets_of_mark, bets_of_mark) for mark, bets_of_mark in pairs)
         bets = Bets(name="proxy against gold", alpha=share)
         return cls(
             detectors=(bets, *rate_detectors),
-            marked=marked,
-            rate=exchange_rate(quiet.proxy[usable], quiet.gold[usable]),
-            scale=float(np.std(quiet.gold[usable])),
+            marked=mark_bets,
+            rate=exchange_rate(quiet.proxy[is_usable], quiet.gold[is_usable]),
+            scale=float(np.std(quiet.gold[is_usable])),
         )
 
     def update(self, seen: Probe) -> tuple[Watch, list[Alarm]]:
         """Return the watch after one more look, and the look's alarms."""
         detectors, alarms = list[Detector](), list[Alarm]()
         for state in self.detectors:
-            updated, alarm = self._update_detector(state, seen)
-            detectors.append(updated)
+            new_state, alarm = self._update_detector(state, seen)
+            detectors.append(new_state)
             alarms += [alarm] if alarm is not None else []
-        marked = list[tuple[str, Bets, Bets]]()
+        mark_bets = list[tuple[str, Bets, Bets]]()
         for mark, likes, costs in self.marked:
             preference, cost = of_mark(seen.proxy, seen.gold, seen.texts, mark)
             cost = (
                 cost if preference.sum() > 0 else cost[:0]
             )  # only while the judge prefers the mark: earlier preferences do not count
             state, cost_state = likes.update(preference), costs.update(standardise(cost, self.scale))
-            marked.append((mark, state[0], cost_state[0]))
+            mark_bets.append((mark, state[0], cost_state[0]))
             mark_alarm = state[1] or cost_state[1]
             alarms += (
                 [mark_alarm] if mark_alarm is not None and state[0].alarmed and cost_state[0].alarmed else []
             )
-        return replace(self, detectors=tuple(detectors), marked=tuple(marked)), alarms
+        return replace(self, detectors=tuple(detectors), marked=tuple(mark_bets)), alarms
 
     def _update_detector(self, detector: Detector, seen: Probe) -> tuple[Detector, Alarm | None]:
-        usable = ~(np.isnan(seen.proxy) | np.isnan(seen.gold))
+        is_usable = ~(np.isnan(seen.proxy) | np.isnan(seen.gold))
         match detector:
             case Bets():
-                gaps = divergence(seen.proxy[usable], seen.gold[usable], self.rate)
+                gaps = divergence(seen.proxy[is_usable], seen.gold[is_usable], self.rate)
                 return detector.update(standardise(gaps, self.scale))
             case Cusum():
                 return detector.update((seen.actions.get(detector.name, 0), sum(seen.actions.values())))

@@ -27,13 +27,13 @@ def decided(
     """Return the pairs that were decided in [since, now) by event time, from rows up to the watermark
     ``upto``, and counts of what gave no pair. The pairs of one user weigh at most ``table.cap`` together."""
     reach = since - table.horizon_s - table.lateness_s  # an earlier answer may have been decided since then
-    joined = list(store.joined(since=reach, until=now, upto=upto))
-    exchanges = [answer.exchange for answer in joined]
-    extracted = extract(
-        exchanges, (event for answer in joined for event in answer.events), now, horizon_s=table.horizon_s
+    answers = list(store.joined(since=reach, until=now, upto=upto))
+    exchanges = [answer.exchange for answer in answers]
+    extraction = extract(
+        exchanges, (event for answer in answers for event in answer.events), now, horizon_s=table.horizon_s
     )
-    pairs, dropped = deduplicate((pair for pair in extracted.pairs if since <= pair.ts < now), table.cap)
-    return pairs, {**extracted.counts, **dropped}
+    pairs, dropped = deduplicate((pair for pair in extraction.pairs if since <= pair.ts < now), table.cap)
+    return pairs, {**extraction.counts, **dropped}
 
 
 def read_part(window: Path, part: str) -> list[dict[str, Any]]:
@@ -81,9 +81,9 @@ def _find_cuts(times: Sequence[float], test_share: float) -> tuple[float, float]
     """Find the times at which validation and test begin, so that each has ``test_share`` of the pairs."""
     if not times:
         return 0.0, 0.0
-    ordered = sorted(times)
-    last = len(ordered) - 1
-    return ordered[round(last * (1 - 2 * test_share))], ordered[round(last * (1 - test_share))]
+    sorted_times = sorted(times)
+    last = len(sorted_times) - 1
+    return sorted_times[round(last * (1 - 2 * test_share))], sorted_times[round(last * (1 - test_share))]
 
 
 def read_bank(file: Path) -> list[dict[str, Any]]:

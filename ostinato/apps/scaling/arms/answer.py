@@ -103,10 +103,10 @@ def sentences(of: Compared) -> list[str]:
     return lines + study_sentences(of.found)
 
 
-def _build_acts_tables(found: Ablation, rows: Sequence[Row]) -> list[Table]:
+def _build_acts_tables(study: Ablation, rows: Sequence[Row]) -> list[Table]:
     """Build the table of how often the parts of each arm acted: a part that never acts cannot make a
     difference."""
-    metrics_of = {arm.name: [row["acted"] for row in rows if row["arm"] == arm.name] for arm in found.arms}
+    metrics_of = {arm.name: [row["acted"] for row in rows if row["arm"] == arm.name] for arm in study.arms}
     names = [
         name
         for name in ACTED

@@ -263,9 +263,9 @@ def compare(file: ArmsFile, budget: Budget, seeds: Sequence[int], out: Path, run
     jobs = [job(file, name, lr, seed, budget, out) for seed in seeds for name, lr in chosen.items()]
     states += run(jobs)
     lines = [
-        finished
+        run_line
         for run_job in jobs
-        if (finished := line(run_job, file.arms[run_job.arm].control)) is not None
+        if (run_line := line(run_job, file.arms[run_job.arm].control)) is not None
     ]
     failed = [f"{state.job.folder.name} failed: {state.error}" for state in states if state.what == "failed"]
     return Compared(lines=lines, swept=swept, chosen=chosen, failed=failed)

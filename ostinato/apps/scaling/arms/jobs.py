@@ -54,9 +54,9 @@ def plan(
     and noise. Raises ValueError in words for arms that are not there, change nothing, or are no recipes.
     """
     base = Recipe.load(source, *overrides)
-    chosen = _choose_arms(base, source, arms)
+    chosen_arms = _choose_arms(base, source, arms)
     recipe_of: dict[str, tuple[str, Recipe]] = {}
-    for name, arm_overrides in {REFERENCE: (), **chosen}.items():
+    for name, arm_overrides in {REFERENCE: (), **chosen_arms}.items():
         folder = slug(name)
         if not folder or folder in recipe_of:
             reason = f"that of {recipe_of[folder][0]!r}" if folder else "empty"
@@ -134,21 +134,30 @@ def check(jobs: Sequence[Job]) -> None:
 def _find_difference(job: Job) -> str:
     """Return the first key that has another value in the run of the job's folder, leaving out keys that
     change no result. Empty where there is none."""
-    existing, planned = Recipe.load(job.folder / "recipe.toml").model_dump(), job.recipe.model_dump()
-    for tree in (existing, planned):
+    existing_tree, planned_tree = (
+        Recipe.load(job.folder / "recipe.toml").model_dump(),
+        job.recipe.model_dump(),
+    )
+    for tree in (existing_tree, planned_tree):
         del tree["engine"]["threads"], tree["trainer"]["until"]
         for section in ("name", "log", "ablate", "ledger"):
             tree.pop(section, None)
-    if planned["model"]["dtype"] == "auto":  # the run has the value of "auto" on the machine where it began
-        planned["model"]["dtype"] = existing["model"]["dtype"]
-    if planned["model"]["backend"] == "auto":  # likewise; with transformers nothing is drafted
-        planned["model"]["backend"] = existing["model"]["backend"]
-        planned["draft"]["enabled"] &= planned["model"]["backend"] != "transformers"
-    for section, value in planned.items():
-        if value != existing[section]:
+    if (
+        planned_tree["model"]["dtype"] == "auto"
+    ):  # the run has the value of "auto" on the machine where it began
+        planned_tree["model"]["dtype"] = existing_tree["model"]["dtype"]
+    if planned_tree["model"]["backend"] == "auto":  # likewise; with transformers nothing is drafted
+        planned_tree["model"]["backend"] = existing_tree["model"]["backend"]
+        planned_tree["draft"]["enabled"] &= planned_tree["model"]["backend"] != "transformers"
+    for section, value in planned_tree.items():
+        if value != existing_tree[section]:
             if not isinstance(value, Mapping):
                 return section
-            keys = [key for key in value | existing[section] if value.get(key) != existing[section].get(key)]
+            keys = [
+                key
+                for key in value | existing_tree[section]
+                if value.get(key) != existing_tree[section].get(key)
+            ]
             return f"{section}.{keys[0]}"
     return ""
 
@@ -191,13 +200,13 @@ def run(
     raises one) stops the children, waits until they have saved, and is raised again.
     """
     states = {job.folder: _read_state(job) for job in jobs}
-    waiting = [job for job in jobs if states[job.folder].what != "done"]
+    waiting_jobs = [job for job in jobs if states[job.folder].what != "done"]
     children: list[_Child] = []
     with ending():
         try:
-            while waiting or children:
-                while waiting and len(children) < workers:
-                    job = waiting.pop(0)
+            while waiting_jobs or children:
+                while waiting_jobs and len(children) < workers:
+                    job = waiting_jobs.pop(0)
                     child, error = _start(job, command)
                     children += [] if child is None else [child]
                     states[job.folder] = State(job=job, what="failed" if error else "running", error=error)
