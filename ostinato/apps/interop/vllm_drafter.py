@@ -341,7 +341,7 @@ class Settings:
 
 
 class HistoryProposer:
-    """The class that ``speculative_config={"method": "custom_class", "model": ...}`` names."""
+    """The proposer class that ``speculative_config={"method": "custom_class", "model": ...}`` names."""
 
     def __init__(self, vllm_config: Any, clock: Callable[[], float] = time.perf_counter) -> None:
         """``vllm_config`` is vLLM's ``VllmConfig``; ``clock`` gives seconds, by which passes are timed.
@@ -372,7 +372,7 @@ class HistoryProposer:
         token_ids_cpu: np.ndarray,
         slot_mappings: object = None,
     ) -> list[list[int]]:
-        """vLLM's call after each pass; see ``RowDrafter.propose``."""
+        """Propose drafts; vLLM calls this after each pass, see ``RowDrafter.propose``."""
         return self._rows.propose(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
 
     def load_model(self, *args: object, **kwargs: object) -> None:
@@ -438,7 +438,8 @@ def _is_correct() -> bool:
 def _expand_to_tokens(
     output: Any, values: Any, ends: Any, replace_from: int, replace_to: int, MAX_NUM_TOKENS: int = 0
 ) -> None:
-    """output[t] = values[request of token t], ``replace_from`` replaced; ends: [requests] of their tokens."""
+    """Set output[t] = values[request of token t], with ``replace_from`` replaced; ends: [requests] end of
+    each request's tokens."""
     import torch
 
     counts = torch.diff(ends, prepend=ends.new_zeros(1))

@@ -28,7 +28,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """A piece of a turn as it stands in the context."""
+    """A piece of a turn in its present form in the context."""
 
     id: int  # in order of time
     turn: int

@@ -1,7 +1,7 @@
 """Numbers, dates and names of a text: what a shortened text may contain, and relative dates made absolute.
 
-    unsupported(refill, original)  the facts of ``refill`` that ``original`` lacks, normalised
-    absolute(text, day)            "yesterday", of a chat of 8 May 2023, becomes "7 May 2023"
+    find_unsupported(refill, original)  the facts of ``refill`` that ``original`` lacks, normalised
+    absolute(text, day)                 "yesterday", of a chat of 8 May 2023, becomes "7 May 2023"
 
 Names are words with a capital letter. A script without capitals has none, so there the check is of numbers
 and dates alone. A false relation between facts that all occur is not found.

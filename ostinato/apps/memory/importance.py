@@ -70,7 +70,7 @@ def spoken_of(blocks: Sequence[Block], text: str) -> set[int]:
 
 
 def lexical(state: MemoryState, blocks: Sequence[Block]) -> Sequence[float]:
-    """log(1 + exp(score - 1)), positive, and linear where it is large."""
+    """Scores of blocks: log(1 + exp(score - 1)), positive, and linear where it is large."""
     scores = [
         block.score
         + USES * math.log1p(block.uses)

@@ -242,8 +242,8 @@ class Memory:
         return {block.id for block in state.blocks}
 
     def masked(self, state: MemoryState, need: int, keep: frozenset[int] = frozenset()) -> list[Candidate]:
-        """The blocks that matter least for their length and age, in that order: ``at_once`` of them, or as
-        many more as it takes to free ``need`` tokens."""
+        """Choose the blocks that matter least for their length and age, in that order: ``at_once`` of them,
+        or as many more as it takes to free ``need`` tokens."""
         window = self.recent(state) | keep
         free_blocks = [block for block in state.blocks if not block.pinned and block.id not in window]
         ages = [0.5 ** ((state.turns - block.used_at) / self.sizes.half_life) for block in free_blocks]

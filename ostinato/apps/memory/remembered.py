@@ -45,7 +45,7 @@ class Remembered:
         self._make_memory("")
 
     def show(self, metrics: Metrics) -> None:
-        """Add its counters to the metrics of a server."""
+        """Add the counters of the memory to the metrics of a server."""
         read = lambda name: self.counters[f"memory/{name}"]  # noqa: E731
         metrics.show(
             "memory", "Blocks rewritten and gone, refills refused, tokens read and written", COUNTED, read

@@ -1,7 +1,7 @@
-"""What a product reports and what the server recorded: an Event of a user on an Exchange.
+"""Events and exchanges: an Event is what a product reports of a user, an Exchange what the server recorded.
 
     Exchange   one answer as it was sampled: tokens, log-probabilities, policy, propensity
-    Event      one thing that a user did with an answer, joined to its exchange by ``response_id``
+    Event      one act of a user on an answer, joined to its exchange by ``response_id``
 
 Events are append-only and idempotent by ``event_id``. Times are seconds since 1970: ``ts`` is by the client's
 clock and decides windows and splits.

@@ -50,10 +50,10 @@ class Feedback:
     # ---- events
 
     async def post(self, body: bytes) -> Any:
-        """The reply to one event or a list of them.
+        """Store one event or a list of them, and return the reply.
 
-        ApiError if all is refused: 400 for a body that cannot be read, 409 for a single event that conflicts,
-        503 if the store does not accept events now.
+        Raises ApiError if all is refused: 400 for a body that cannot be read, 409 for a single event that
+        conflicts, 503 if the store does not accept events now.
         """
         documents, single = _parse_documents(body)
         events, refusals = self._read(documents, single)
@@ -175,7 +175,8 @@ class Acknowledged:
 
 
 def _join_routes(answer: Answer) -> np.ndarray | None:
-    """Expert ids [P + T, moe layers, top_k]; None unless those of the whole prompt are known too."""
+    """Join the routes of prompt and answer: expert ids [P + T, moe layers, top_k]; None unless those of the
+    whole prompt are known too."""
     prompt, sampled = answer.completion.prompt_experts, answer.completion.experts
     if prompt is None or sampled is None or len(prompt) != len(answer.prompt):
         return None
@@ -183,7 +184,7 @@ def _join_routes(answer: Answer) -> np.ndarray | None:
 
 
 def _parse_documents(body: bytes) -> tuple[list[Any], bool]:
-    """The events of a body, and whether it is a single one."""
+    """Return the events of a body, and whether the body is a single event."""
     try:
         tree = parse_json(body)
     except ValueError as error:
@@ -203,7 +204,8 @@ def _describe_refusal(index: int, event_id: Any, code: str, message: str) -> dic
 
 @contextmanager
 def open_feedback(where: str, service: Service) -> Iterator[Feedback | None]:
-    """Feedback in the store at ``where``, a file or an address; None for "". Writes all pending at the end.
+    """Open feedback in the store at ``where``, a file or an address; None for "". All pending rows are
+    written at the end.
 
     Raises ValueError for a store that cannot be opened.
     """

@@ -20,7 +20,8 @@ Z95 = NormalDist().inv_cdf(0.95)  # one-sided
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assessment:
-    """``reasons``: a sentence of every gate, those that failed first; ``failed``: their names."""
+    """The decision of all gates. ``reasons``: a sentence of every gate, those that failed first; ``failed``:
+    their names."""
 
     passed: bool
     reasons: tuple[str, ...]
@@ -60,7 +61,8 @@ class Judged:
     probabilities: np.ndarray | None = None
 
     def right(self, labels: Sequence[Choice]) -> np.ndarray:
-        """[n] 1 where both orders agree and are right; what is unreadable or inconsistent is wrong."""
+        """[n] 1 where both orders agree and are right, else 0; unreadable and inconsistent verdicts are
+        wrong."""
         return np.array([choice == label for choice, label in zip(self.choices, labels, strict=True)], float)
 
 

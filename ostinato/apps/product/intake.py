@@ -1,7 +1,7 @@
-"""Between a server and its store: bounded queues and one thread that writes, so that no answer waits.
+"""The intake of a store: bounded queues and one thread that writes, so that no answer waits for the store.
 
-Events are acknowledged behind the commit of their batch. Exchanges are written when there is time; those
-that find the queue full are dropped and counted. A store that does not answer is opened again.
+Events are acknowledged behind the commit of their batch. Exchanges are written when there is time; those that
+find the queue full are dropped and counted. A store that does not answer is opened again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Full(Exception):
 
 
 class Waiting(NamedTuple):
-    """Events that were submitted together, and where their outcomes are awaited."""
+    """Events that were submitted together, and the future of their outcomes."""
 
     events: Sequence[Event]
     future: Future[list[Outcome]]
@@ -73,7 +73,8 @@ class Intake:
         return future
 
     def record(self, make: Callable[[], Exchange]) -> bool:
-        """Have an exchange written, made in the writer's thread; False where it was dropped. Never waits."""
+        """Queue an exchange, which is made in the writer's thread; False where it was dropped. Never
+        waits."""
         with self._lock:
             if self._closing or len(self._exchanges) >= self._most_exchanges:
                 self.counts["dropped"] += 1

@@ -59,7 +59,8 @@ class Reply:
 
 
 class Writer(Protocol):
-    """Answers chats, each with noise of its own seed. ``counters``: tokens, seconds, retries."""
+    """Writes replies to chats, each with the noise of its own seed. ``counters``: tokens, seconds,
+    retries."""
 
     async def write(self, chats: Sequence[Chat], seeds: Sequence[int], spec: Spec) -> list[Reply]: ...
 
@@ -83,8 +84,9 @@ class Cache:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """Two answers in both orders: the verdict of each as it stands there, and the replies. ``log_odds``:
-    that the first is better, calibrated; None where probabilities are not known."""
+    """Two answers in both orders: the verdict of each order, A being the answer that stood first in it, and
+    the replies. ``log_odds``: log-odds that the first answer is better, calibrated; None where probabilities
+    are not known."""
 
     ab: Choice
     ba: Choice
@@ -107,7 +109,8 @@ class Compared:
 
 
 class Judge:
-    """One judge. ``counters``: judge/judgements (chats), judge/cached, and what its writer counts."""
+    """A judge with its writer and cache. ``counters``: judge/judgements (chats), judge/cached, and those of
+    the writer."""
 
     def __init__(
         self, spec: Spec, revision: str, writer: Writer, cache: Cache, counters: Counter[str]

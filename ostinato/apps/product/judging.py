@@ -23,7 +23,7 @@ from ostinato.apps.product.texts import words
 
 
 class Choice(StrEnum):
-    """Which of two answers is better."""
+    """The better of two answers, or the reason why there is none."""
 
     A = "A"
     B = "B"
@@ -236,8 +236,9 @@ def calibration_error(p: np.ndarray, labels: np.ndarray, bins: int = 10) -> floa
 
 
 class BothOrders:
-    """A row's prompt and then, in a new conversation, the chat in its column ``swapped``: a comparison with
-    its two answers in the other order. Reward functions get both answers of the policy."""
+    """An environment of two turns: a row's prompt and then, in a new conversation, the chat in its column
+    ``swapped``, a comparison with its two answers in the other order. Reward functions get both answers of
+    the policy."""
 
     def reset(self, *, seed: int, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         self._swapped_chat = list(options["swapped"])

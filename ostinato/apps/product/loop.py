@@ -1,10 +1,11 @@
 """The continual loop as a pure state machine: its position, and the position after the finding of a stage.
 
     collect -> freeze -> judge -> judge_gates -> policy -> policy_gates -> canary -> collect
-                                      |             |            |            |
-                                      +-------------+------------+------------+-> collect: what was
-                                       a candidate that fails is dropped; an alarm of the policy's run puts
-                                       exemplars into the hack bank, and the judge is refreshed first
+                           |           |            |            |            |
+                           +-----------+------------+------------+------------+-> collect
+
+A stage that fails leads back to collect, and its candidate is dropped. An alarm of the policy's run also puts
+exemplars into the hack bank, and the judge is refreshed first.
 
 A judge or a policy is a revision: the hash of its adapter. It is promoted in one place each: a judge by its
 gates, a policy behind those of the same round; a roll-back is the old revision, which was never changed.

@@ -34,7 +34,8 @@ class Source(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """``chosen`` was preferred to ``rejected`` as an answer to ``messages``, at ``ts`` of the last event."""
+    """A preference: ``chosen`` over ``rejected`` as an answer to ``messages``, at ``ts`` of the last
+    event."""
 
     messages: tuple[Mapping[str, Any], ...]
     chosen: str

@@ -78,7 +78,8 @@ class Joined:
 
 
 class Store:
-    """See ``open_store``. Every method raises Unavailable where the database does not answer."""
+    """A connection to a store, see ``open_store``. Every method raises Unavailable where the database does
+    not answer."""
 
     def __init__(self, database: Database) -> None:
         self._db = database

@@ -47,7 +47,7 @@ SPREAD = {"A": FLOOR / Z90, "B": 0.1, "C_mid": 0.1}
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Run:
-    """One run of an arm."""
+    """A run of an arm with one seed."""
 
     arm: str
     seed: int
@@ -100,7 +100,7 @@ class Arm:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Ablation:
-    """The arms in the order in which they were given, the recipe first."""
+    """The compared arms, in the order in which they were given, the recipe first."""
 
     arms: tuple[Arm, ...]
     common: float  # compute that all ended runs of the ranked arms have reached
@@ -173,7 +173,7 @@ def _check_runs(runs: Sequence[Run], reference: str) -> None:
 
 
 def _summarise_arm(name: str, pairs: Sequence[tuple[Run, Posterior]]) -> Arm:
-    """An arm before it is compared."""
+    """Summarise the runs of an arm, before it is compared."""
     assessments = [assess(run_posterior) for _, run_posterior in pairs]
     seeds = [run.seed for run, _ in pairs]
     order = list(Standing)
@@ -246,7 +246,7 @@ def _measure_scores(posteriors: Sequence[Posterior], at: float) -> tuple[np.ndar
 
 
 def spreads(groups: Sequence[Sequence[Draws]], rng: np.random.Generator, n: int) -> dict[str, np.ndarray]:
-    """``spread`` of every parameter, from the draws of each run of each arm."""
+    """Draws of ``spread`` for every parameter, from the draws of each run of each arm."""
     return {
         name: spread(
             [

@@ -1,4 +1,4 @@
-"""``ostinato scale``: reading (what is named) -> answers (what is answered) -> here (shown)."""
+"""``ostinato scale``: ``reading`` reads the sources, ``answers`` computes, and this module shows."""
 
 from __future__ import annotations
 

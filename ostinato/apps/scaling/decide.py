@@ -72,8 +72,8 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """Stop where the gain of the whole rest of the ``budget`` is below ``min_gain``, or below ``price`` for
-    each unit of compute (with 90 %); go on where it is above both (with 90 %)."""
+    """The terms of a decision: stop where the gain of the whole rest of the ``budget`` is below ``min_gain``,
+    or below ``price`` for each unit of compute (with 90 %); go on where it is above both (with 90 %)."""
 
     budget: float  # compute in all
     min_gain: float = 0.01

@@ -27,7 +27,8 @@ class Fit:
 
     @property
     def residual_sd(self) -> float:
-        """Unbiased for independent noise; 0 without degrees of freedom."""
+        """Standard deviation of the residuals, unbiased for independent noise; 0 without degrees of
+        freedom."""
         return math.sqrt(self.sse / max(1, len(self.residuals) - PARAMETERS))
 
 
@@ -50,7 +51,8 @@ def fit(series: Series, *, rho: float = 0.0, sd: np.ndarray | float = 1.0) -> Fi
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Problem:
-    """min |y - a S(B, C_mid)|^2 in whitened coordinates, a = A - R0 in [0, most]."""
+    """The least-squares problem: min |y - a S(B, C_mid)|^2 in whitened coordinates, a = A - R0 in [0,
+    most]."""
 
     compute: np.ndarray  # [n]
     y: np.ndarray  # [n] whitened R - R0
@@ -92,7 +94,8 @@ class _Problem:
         return np.array([log_B[i], log_C_mid[j]])
 
     def polish(self, at: np.ndarray, rounds: int = 200) -> np.ndarray:
-        """Levenberg and Marquardt's descent inside the box, on residuals with a projected out (Kaufman)."""
+        """Improve (ln B, ln C_mid) by Levenberg and Marquardt's descent inside the box, on residuals with a
+        projected out (Kaufman)."""
         damping = 1e-3
         r, J = self._linearise(at)
         for _ in range(rounds):

@@ -25,7 +25,7 @@ LEVEL = 0.9  # of all intervals by default
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prior:
-    """B is log-normal around ``B`` with ``spread`` in ln B; C_mid is flat in its logarithm, from
+    """The prior: B is log-normal around ``B`` with ``spread`` in ln B; C_mid is flat in its logarithm, from
     C_min / ``below`` to ``above`` C_max."""
 
     B: float = 1.9

@@ -1,4 +1,4 @@
-"""The judge's stages: the window written down, a candidate trained on it, its gates."""
+"""The judge's stages: to write the window down, to train a candidate on it, and its gates."""
 
 from __future__ import annotations
 

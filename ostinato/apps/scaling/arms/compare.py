@@ -44,7 +44,7 @@ CONTROLS: Mapping[str, Sequence[str]] = {
 
 
 class ArmSpec(Section):
-    """``[arms.NAME]`` of an arms file."""
+    """The table ``[arms.NAME]`` of an arms file."""
 
     model: ModelName = ""  # as model.path; empty: the recipe's
     method: str = "lora"  # or full
