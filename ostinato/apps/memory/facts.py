@@ -93,6 +93,7 @@ def _extract_numerals(word: str) -> Iterator[str]:
 
 
 def _normalise_number(text: str) -> str:
+    """Remove separators of thousands, trailing zeros behind the point and leading zeros."""
     if re.fullmatch(r"\d{1,3}(?:,\d{3})+(?:\.\d+)?", text):
         text = text.replace(",", "")
     integer, point, decimals = text.partition(".")
@@ -204,6 +205,7 @@ def absolute(text: str, day: date | None) -> str:
 
 
 def _resolve(match: re.Match[str], day: date) -> str:
+    """Replace a relative date; unchanged where the result is outside of the years 1 to 9999."""
     fields, day_text = match.groupdict(), format_day(day)
     try:
         if fields["yester"]:
@@ -234,6 +236,8 @@ def _resolve_phrase(phrase: str, day: date) -> str:
 
 
 def _shift_day(count: str, unit: str, day: date, sign: int) -> str:
+    """Write the day that is ``count`` days before (``sign`` < 0) or after ``day``; for other units, and for a
+    few days, a phrase relative to ``day``."""
     count = " ".join(count.lower().split())
     n = int(count) if count.isdecimal() else _COUNTS[count]
     if n and unit == "day":

@@ -337,6 +337,8 @@ class Memory:
         return lambda text: self._count_line(block.speaker, text) <= tokens
 
     def _fill(self, gap: Gap, text: str) -> Block | None:
+        """Return the block with ``text``, or else with an extract, that fits and has no fact which the
+        original lacks; None where there is no such text."""
         fits = self._make_fit_test(gap.block, gap.budget)
         self.counters["memory/read"] += sum(map(self._count, (gap.left, gap.original, gap.right)))
         text = " ".join(text.split())

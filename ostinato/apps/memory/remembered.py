@@ -66,6 +66,7 @@ class Remembered:
     def _shorten(
         self, name: str, messages: Sequence[Message], measure: Callable[[Sequence[Message]], int]
     ) -> list[Message]:
+        """Shorten the messages of a session, and save its state."""
         chat = Chat(memory=self._make_memory(name), budget=self.budget, measure=measure)
         if session_row := self.sessions.load(name):
             chat.state, chat.seen = session_row

@@ -36,6 +36,7 @@ class Upstream:
         self._client = httpx2.AsyncClient(timeout=timeout_s, trust_env=False)
 
     async def chat(self, request: Request) -> Response:
+        """Shorten the messages of a chat, then forward it."""
         body = json_of(await read_body(request), surrogates=True)
         messages = body.get("messages") if isinstance(body, dict) else None
         if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
@@ -46,12 +47,14 @@ class Upstream:
         return await self._forward(request, "/chat/completions", json.dumps(body).encode(), {NAMED: name})
 
     async def other(self, request: Request) -> Response:
+        """Forward any other request."""
         path = request.url.path.removeprefix("/v1") + (f"?{request.url.query}" if request.url.query else "")
         return await self._forward(request, path, await read_body(request), {})
 
     async def _forward(
         self, request: Request, path: str, body: bytes, extra_headers: Mapping[str, str]
     ) -> Response:
+        """Send a request on and stream the reply. Raises ApiError 502 where the address does not answer."""
         headers = {name: value for name, value in request.headers.items() if name in KEPT}
         if self._key and not {"authorization", "x-api-key"} & headers.keys():
             headers["authorization"] = f"Bearer {self._key}"
@@ -72,6 +75,7 @@ class Upstream:
         )
 
     async def memory(self, request: Request) -> Response:
+        """Return the view of a session, after a change if the request is one."""
         name = request.path_params["name"]
         if request.method == "POST":
             return JSONResponse(await self._remembered.change(name, await read_body(request)))

@@ -89,6 +89,7 @@ class Feedback:
         return events, refusals
 
     async def _write(self, events: list[Event]) -> list[Outcome]:
+        """Write events and await their outcomes. Raises ApiError 503 where the store does not take them."""
         try:
             return await self._acknowledged.of(self._intake.submit(events)) if events else []
         except (Full, Unavailable) as error:
@@ -114,6 +115,7 @@ class Feedback:
     def _build_exchange(
         self, id_: str, model: Model, call: Call, answer: Answer, asker: Asker, now: float
     ) -> Exchange:
+        """Build the exchange of an answer; a plain prompt becomes one user message."""
         completion = answer.completion
         messages = call.messages
         if messages is None:
@@ -151,6 +153,7 @@ class Acknowledged:
         self._deliveries: deque[tuple[asyncio.Future[Any], concurrent.futures.Future[Any]]] = deque()
 
     async def of(self, future: concurrent.futures.Future[T]) -> T:
+        """Await the result of a future of another thread."""
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[T] = loop.create_future()
         future.add_done_callback(lambda future: self._enqueue(loop, waiter, future))

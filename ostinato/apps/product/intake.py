@@ -103,6 +103,8 @@ class Intake:
     # ---- the writer's thread
 
     def _write(self) -> None:
+        """Write batches until the intake is closed and the queues are empty, or the store does not answer;
+        then refuse the rest."""
         is_available = True
         while not self._closing or (is_available and self.waiting):
             self._wake.wait()

@@ -103,6 +103,7 @@ def _strip_messages(chat: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, str
 
 
 def _parse_preference(row: Mapping[str, Any], where: str) -> Preference:
+    """Parse a row of pairs. Raises ValueError that names ``where`` it is."""
     prompt = row.get("prompt") or row.get("messages") or row.get("question")
     if not prompt:
         raise ValueError(f"{where} has no 'prompt'; give it a text or a chat")
@@ -187,6 +188,7 @@ def _generate_warm_rows(rows: Sequence[Preference], spec: Spec) -> Iterator[Row]
 
 
 def _generate_episodes(rows: Sequence[Preference], spec: Spec) -> Iterator[Row]:
+    """Yield the rows of RL: both orders of each pair, the first order chosen by the digest of the prompt."""
     for number, preference in enumerate(rows):
         orders = _build_orders(preference, spec)
         (chat, label, critique), (swapped, _, swapped_critique) = (

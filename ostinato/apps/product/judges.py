@@ -62,6 +62,7 @@ def sources(names: str, like: Spec | None = None) -> list[Source]:
 
 
 def _open_source(full_name: str, like: Spec | None) -> Source:
+    """Find the source of a judge "NAME" or "NAME@REVISION". Raises ValueError for another revision."""
     name, _, pin = full_name.rpartition("@") if "@" in full_name.rpartition("/")[2] else (full_name, "", "")
     if name.startswith(("http://", "https://")):
         address, _, model = name.partition("#")
@@ -171,6 +172,7 @@ class EngineWriter:
         self._context, self._counters = context, counters
 
     async def write(self, chats: Sequence[Chat], seeds: Sequence[int], spec: Spec) -> list[Reply]:
+        """Sample a reply to each chat; a chat that is too long for the context gets a fault instead."""
         sampling = Sampling(
             temperature=spec.temperature, max_tokens=spec.max_tokens, stop_tokens=self._renderer.stop_tokens
         )
@@ -196,6 +198,7 @@ class EngineWriter:
         return [replies[place] for place in range(len(chats))]
 
     def _build_reply(self, completion: Completion, emitted: Sequence[Emitted]) -> Reply:
+        """Build the reply, with the probabilities of the likeliest tokens where the last label stands."""
         if completion.stop is Stop.ERROR:
             return Reply(fault="engine", detail=completion.error)
         words = [self._renderer.decode([token]).strip() for token in completion.tokens.tolist()]
@@ -215,6 +218,7 @@ class EngineSeconds:
         self.engine, self._counters, self._reported = engine, counters, 0.0
 
     async def generate(self, requests: Sequence[Request]) -> Events:
+        """Yield the samples of the engine, pieces before completions."""
         new_pieces = deque[tuple[int, Emitted]]()
         try:
             async for index, completion in self.engine.generate(
@@ -260,6 +264,7 @@ class AddressWriter:
     async def _call(
         self, client: httpx2.AsyncClient, slots: asyncio.Semaphore, chat: Chat, seed: int, spec: Spec
     ) -> Reply:
+        """Ask the address for one reply, at most ``TRIES`` times; a call that fails gives a fault."""
         import httpx2
 
         body = {

@@ -263,6 +263,7 @@ def both_right(
 
 
 def _compute_reward(replies: Sequence[Mapping[str, str]], label: str, references: Sequence[str]) -> float:
+    """The reward of the replies to both orders, 0 where the second reply is missing."""
     texts = [reply["content"] for reply in replies]
     if len(texts) < 2:  # the first answer was cut off
         return 0.0

@@ -125,6 +125,8 @@ def extract(
 def _collect_interactions(
     answers: Mapping[str, Exchange], events: Iterable[Event], counts: Counter[str]
 ) -> dict[tuple[str, str], _Interaction]:
+    """Collect the events by (response id, user), in order of time, and count the unusable ones by their
+    reason."""
     unique_events = {event.event_id: event for event in events}.values()
     interactions: dict[tuple[str, str], _Interaction] = {}
     for event in sorted(unique_events, key=lambda event: (event.ts, event.event_id)):
@@ -149,6 +151,7 @@ def _collect_interactions(
 def _pair_edits(
     interactions: Mapping[tuple[str, str], _Interaction], least_kept: float, counts: Counter[str]
 ) -> Iterator[Pair]:
+    """Pair each edited answer with the original answer, weaker the more of it is kept."""
     for interaction in interactions.values():
         if interaction.edit is None or interaction.edit.after is None:
             continue
@@ -167,6 +170,7 @@ def _pair_edits(
 def _pair_regenerations(
     interactions: Mapping[tuple[str, str], _Interaction], counts: Counter[str]
 ) -> Iterator[Pair]:
+    """Pair each liked answer with the answer that it replaces, where that was not liked."""
     for second in interactions.values():
         if second.shown is None or not second.shown.replaces or second.liked is None:
             continue
@@ -184,6 +188,7 @@ def _pair_alternatives(
     clip: float,
     counts: Counter[str],
 ) -> Iterator[Pair]:
+    """Pair each liked answer with every answer that was shown beside it and not liked."""
     for winner in interactions.values():
         if winner.liked is None or winner.shown is None or not winner.shown.exposure.alternatives:
             continue
@@ -207,6 +212,8 @@ def _pair_arms(
     most: int,
     counts: Counter[str],
 ) -> Iterator[Pair]:
+    """Pair liked answers of one arm with answers of other arms to the same prompt, from ``close_time`` or
+    before, that were not liked."""
     prompts: dict[str, list[_Interaction]] = defaultdict(list)
     for interaction in interactions.values():
         if interaction.arm and interaction.shown is not None and not interaction.shown.exposure.alternatives:
@@ -229,6 +236,7 @@ def _pair_arms(
 
 
 def _hash_ids(pair: tuple[_Interaction, _Interaction]) -> bytes:
+    """Hash the ids of a pair, in an order that does not depend on which answer was liked."""
     names = sorted(f"{interaction.exchange.response_id} {interaction.user}" for interaction in pair)
     return hashlib.sha256("\n".join(names).encode()).digest()
 

@@ -43,6 +43,7 @@ class Panel:
         self._timeout_s, self._counters = timeout_s, counters
 
     async def score(self, prompt: Prompt, answers: Sequence[str]) -> list[Score]:
+        """Return the mean score of the judges for each answer."""
         messages = prompt.messages or ({"role": "user", "content": prompt.text or ""},)
         scores_of = await asyncio.gather(
             *(self._score_by(judge, messages, prompt, answers) for judge in self._judges)
@@ -91,6 +92,7 @@ class Bench:
         self._cache = Cache()
 
     def judge(self, source: Source) -> Judge:
+        """Open the judge of a source, at an address or on the engine of its base."""
         if source.address:
             return Judge(
                 source.spec,
@@ -112,6 +114,7 @@ class Bench:
         return asyncio.run(self.judge(source).compare_each(rows))
 
     def _get_engine(self, base: Path) -> tuple[EngineSeconds, Renderer]:
+        """Return the engine of a base, which is made once."""
         if (path := base.resolve()) not in self.engines:
             recipe, renderer = self.recipe, Renderer(base)
             is_shared = (

@@ -91,6 +91,7 @@ class Table(BaseModel):
 
 
 def _find_faults(table: Table) -> Iterable[str]:
+    """Find the faults of a table, one sentence each."""
     event, action = table.event, table.action
     for section, members, weights in (("event", Kind, event), ("action", Action, action)):
         if missing := [member.value for member in members if member not in weights]:
@@ -259,6 +260,7 @@ def _compute_terms(exchange: Exchange, event_of: Mapping[Kind, Event], table: Ta
 
 
 def _compute_amount(exchange: Exchange, event: Event, table: Table) -> float:
+    """Compute the term of one event: the weight of its kind, scaled for ratings, dwells and edits."""
     worth = table.event[event.kind]
     if not worth.weight:
         return 0.0
@@ -293,6 +295,8 @@ def _compute_outcome(
     table: Table,
     scales: Mapping[tuple[str, int], float],
 ) -> Outcome:
+    """Compute the outcome of an answer. ``scales``: the factor of each (user, cap window) that is over the
+    cap."""
     closes, ignored_count = _compute_close(exchange, table), event_count - sum(map(len, by_user.values()))
     if now < closes:
         return Outcome(value=None, standing=Standing.UNDECIDED, closes=closes, ignored=ignored_count)

@@ -339,6 +339,7 @@ def _build_exchange_row(exchange: Exchange, seq: int) -> dict[str, Any]:
 
 
 def _parse_exchange(row: Any) -> Exchange:
+    """Return the exchange of a row, the inverse of ``_build_exchange_row``."""
     body = json.loads(row.body)
     dtype, *shape = body.pop("experts", [""])
     return Exchange(

@@ -163,6 +163,7 @@ def ablate(
 
 
 def _check_runs(runs: Sequence[Run], reference: str) -> None:
+    """Raise ValueError for runs that cannot be compared."""
     if not any(run.arm == reference for run in runs):
         raise ValueError(f"no run of {reference!r} is there to compare the arms with; let it run first")
     keys = [(run.arm, run.seed) for run in runs]

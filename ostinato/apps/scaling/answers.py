@@ -146,6 +146,7 @@ def fit(window: Window) -> Answer:
 
 
 def _build_parameter_table(estimate: Known, least_squares: Mapping[str, float | None]) -> Table:
+    """Build the table of A, B, C_mid and R0; ``least_squares``: the values of the least-squares curve."""
     series, intervals = estimate.posterior.series, estimate.parameters()
     kinds = {
         "A": ("score; the ceiling", "{:.3f}", "{:.4f}"),
@@ -331,6 +332,7 @@ def study_tables(study: Ablation, unit: str) -> list[Table]:
 
 
 def study_json(study: Ablation) -> dict[str, Any]:
+    """Return a study as a JSON object."""
     return {
         "common_compute": study.common,
         "shared_A": study.shared_A,

@@ -221,6 +221,7 @@ def _sample_curve(
 
 
 def _write_sentence(row: Mapping[str, Any], verdict: str, terms: ForecastSection) -> str:
+    """Write the sentence of a row, for the log and the report."""
     if row["gate"] == Standing.NOT_IDENTIFIED:
         return f"{row['gate']}: {row['reasons'][0]}"
     words = "provisionally " if row["gate"] == Standing.PROVISIONAL else ""

@@ -101,6 +101,7 @@ def assess(known: Posterior) -> Assessment:
 
 
 def _decide_standing(flags: Sequence[Flag], ratios: Interval, width: float) -> tuple[Standing, str]:
+    """Return the standing and its reason. ``ratios``: C_max / C_mid; ``width``: of the interval of A."""
     for flag, sentence in REFUSALS.items():
         if flag in flags:
             return Standing.NOT_IDENTIFIED, sentence

@@ -223,6 +223,7 @@ class _Grid:
         return A, np.clip(self.series.R0 + se * shift, 0, A)
 
     def _compute_quadratic(self, log_B: np.ndarray, log_C_mid: np.ndarray) -> _Quadratic:
+        """Compute the quadratic of the exponent for each (B, C_mid)."""
         n = len(self.series)
         S = curve.share(self.series.compute, np.exp(log_B)[..., None], np.exp(log_C_mid)[..., None])
         s = whiten(S, self.sd, self.rho)

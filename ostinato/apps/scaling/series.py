@@ -277,6 +277,7 @@ def read_run(
 
 
 def _require_same_measure(rows: Sequence[Mapping[str, Any]], name: str, split: str) -> None:
+    """Raise ValueError where the held-out set or the engine.weights changed during a run."""
     for row in rows:
         if row.get("held_out") != rows[0].get("held_out"):
             raise ValueError(

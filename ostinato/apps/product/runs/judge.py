@@ -29,6 +29,7 @@ from ostinato.run import RunFolder, atomic_folder, to_json
 
 
 def freeze_window(loop: ProductLoop, at: Position) -> Finding:
+    """Freeze the window of the round."""
     folder, settings = loop.round_folder(at) / "window", loop.settings.collect
     facts = freeze(folder, loop.store, loop.table, settings, at.frozen, loop.until())
     return Finding(frozen=facts["until"], figures=facts["counts"])
@@ -76,6 +77,7 @@ def _read_rows(loop: ProductLoop, at: Position) -> list[dict[str, Any]]:
 
 
 def _plan_runs(loop: ProductLoop, at: Position, rows: Path, folder: Path) -> Plan:
+    """Plan the runs of the round's candidate, which begins with the current judge."""
     settings = loop.settings
     current_adapter = loop.adapter_of(at.judge)
     start = str(current_adapter) if current_adapter else settings.judge.base

@@ -136,6 +136,7 @@ def _keep_look(run: RunFolder, step: int) -> Path:
 def _measure_probe(
     loop: ProductLoop, at: Position, recipe: Recipe, adapter: str, reference: str, step: int
 ) -> Probe:
+    """Sample fresh answers of two policies and compare them; the first look has four times the prompts."""
     settings = loop.settings
     n = settings.policy.probe * (4 if step == 0 else 1)
     policies = (adapter, 2 * step + 1), (reference, 2 * step + 2)

@@ -130,6 +130,7 @@ def answers(
 
 
 def _sample_answers(inputs: RunInputs, is_scored: bool) -> Answers:
+    """Sample the first answer to each evaluation prompt, with its gold if ``is_scored``."""
     from ostinato.launch.engine import new_engine
     from ostinato.launch.inputs import new_stage
     from ostinato.launch.loop import new_evaluations
@@ -241,6 +242,7 @@ class Watch:
         return replace(self, detectors=tuple(detectors), marked=tuple(mark_bets)), alarms
 
     def _update_detector(self, detector: Detector, seen: Probe) -> tuple[Detector, Alarm | None]:
+        """Give a detector its observations of one look."""
         is_usable = ~(np.isnan(seen.proxy) | np.isnan(seen.gold))
         match detector:
             case Bets():

@@ -75,6 +75,7 @@ def answer(of: Compared, notes: Sequence[str] = ()) -> Answer:
 
 
 def sentences(of: Compared) -> list[str]:
+    """Describe the runs, what is left out or missing, and the study."""
     rows, arms = of.rows, of.found.arms
     seeds = sorted({row["seed"] for row in rows})
     cut_note = f", evaluations before {compute_text(of.first)} left out" if of.first else ""
@@ -139,6 +140,7 @@ def _format_share(value: float, *, of_one: bool) -> str:
 
 
 def as_json(of: Compared) -> dict[str, Any]:
+    """Return the comparison as a JSON object."""
     rows, result = of.rows, study_json(of.found)
     for arm in result["arms"]:
         arm_rows = [row for row in rows if row["arm"] == arm["arm"]]

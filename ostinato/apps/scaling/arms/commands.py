@@ -139,6 +139,7 @@ def write_page(path: Path, name: str, answered: Answer, drawn: Sequence[dict[str
 
 
 def show_fits(rows: Sequence[Row], notes: Sequence[str], output: Output) -> None:
+    """Compare runs and show the answer, after writing their lines if a file is given."""
     axis, first = Axis(output.axis), amount(output.cut, "--cut") if output.cut else 0.0
     if output.kept is not None:
         write_kept(output.kept, rows)

@@ -81,6 +81,8 @@ def plan(
 
 
 def _choose_arms(base: Recipe, source: str | Path, arms: Sequence[str]) -> Mapping[str, Sequence[str]]:
+    """Return the named arms of a recipe, or all. Raises ValueError for a recipe without arms and for unknown
+    names."""
     arms_of_recipe = base.ablate.arms
     if not arms_of_recipe:
         raise ValueError(
@@ -96,6 +98,7 @@ def _choose_arms(base: Recipe, source: str | Path, arms: Sequence[str]) -> Mappi
 
 
 def arm_recipe(source: str | Path, overrides: Sequence[str], name: str, own: Sequence[str]) -> Recipe:
+    """Load the recipe of an arm. Raises ValueError that names the arm."""
     try:
         return Recipe.load(source, *overrides, *own)
     except ValueError as error:
@@ -110,6 +113,7 @@ def _share_threads(base: Recipe, workers: int) -> int | None:
 
 
 def as_run(recipe: Recipe, name: str, seed: int, out: Path, threads: int | None) -> Recipe:
+    """Return the recipe of a run with its name, seed, folder and threads."""
     engine = recipe.engine if threads is None else recipe.engine.model_copy(update={"threads": threads})
     log = recipe.log.model_copy(update={"dir": str(out)})
     return recipe.model_copy(update={"name": name, "seed": seed, "engine": engine, "log": log})
