@@ -1,7 +1,7 @@
 """``ostinato memory serve``: a proxy in front of another server that keeps chats within a token budget.
 
 POST /v1/chat/completions: the messages are shortened, the rest of the body and the answer stay as they are.
-GET, POST /v1/memory/{session}: ``serve.memory``. Any other path is forwarded unchanged.
+GET, POST /v1/memory/{session}: see ``memory.remembered``. Any other path is forwarded unchanged.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class ProductSettings(_Section):
     store: str
     rewards: Path = Field(default_factory=lambda: beside_recipes("product/rewards.toml"))
     gold: str = ""
-    bank: Path | None = None  # known exploits: rows of prompt, honest, exploit
+    bank: Path | None = None  # known exploits: rows as of ``window.read_bank``
     seed: Seed = 0
     collect: CollectSettings = CollectSettings()
     judge: JudgeSettings = JudgeSettings()
