@@ -45,13 +45,13 @@ def extract(original: str, fits: Callable[[str], bool]) -> str:
     order = sorted(range(len(sentences)), key=lambda k: (-_measure_density(sentences[k]), k))
     pieces: dict[int, str] = {}
 
-    def joined(extra: int, text: str) -> str:
+    def join_pieces(extra: int, text: str) -> str:
         return " ".join(piece for _, piece in sorted({**pieces, extra: text}.items()))
 
     for place, k in enumerate(order):
         words = () if place else (_choose_words(sentences[k], fits),)  # of the best sentence alone
         for text in (sentences[k], terse(sentences[k]), *words):
-            if text and fits(joined(k, text)):
+            if text and fits(join_pieces(k, text)):
                 pieces[k] = text
                 break
     return " ".join(pieces[k] for k in sorted(pieces))
