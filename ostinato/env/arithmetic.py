@@ -20,7 +20,7 @@ PHRASINGS = ("What is {}?", "Compute {}.", "{} = ?")
 
 
 class Family(StrEnum):
-    """What kind of problem; every answer is a natural number."""
+    """The kind of a problem; every answer is a natural number."""
 
     SUM = "sum"  # 347 + 586
     DIFFERENCE = "difference"  # 812 - 347, never below zero
@@ -32,7 +32,7 @@ class Family(StrEnum):
 def rows(
     split: str, seed: int, n: int, *, families: Sequence[str] = tuple(Family), digits: int = 3, terms: int = 5
 ) -> list[Prompt]:
-    """``n`` distinct problems of ``split`` ("train" or "eval"), as chat prompts.
+    """Return ``n`` distinct problems of ``split`` ("train" or "eval"), as chat prompts.
 
     ``families`` are drawn evenly; ``digits`` is the most digits of an operand of sum, difference,
     product and remainder (the fewest is 2); ``terms`` the most terms of a chain (the fewest is 3).
@@ -41,9 +41,9 @@ def rows(
     stable across runs. Raises ValueError for a bad parameter, and when the parameters allow fewer
     than ``n`` distinct problems.
     """
-    _check(families, digits, terms)
+    _check_params(families, digits, terms)
     rng = random.Random(f"{split}/{seed}")  # a string seed is hashed in full: streams do not overlap
-    drawers = _drawers(rng, digits, terms)
+    drawers = _build_drawers(rng, digits, terms)
     prompts: dict[str, Prompt] = {}
     for _ in range(n):
         family = Family(rng.choice(families))
@@ -57,20 +57,20 @@ def rows(
                 f" of families {[str(f) for f in families]} with digits={digits} and terms={terms};"
                 " lower n or raise digits or terms"
             )
-        prompts[expression] = _prompt(expression, answer, family, rng.choice(PHRASINGS))
+        prompts[expression] = _make_prompt(expression, answer, family, rng.choice(PHRASINGS))
     return list(prompts.values())
 
 
 def assign_split(expression: str) -> str:
-    """The split that owns an expression, by the SHA-256 of its sorted words: 0 modulo EVAL_SHARE is "eval".
+    """Return the split of an expression, by the SHA-256 of its sorted words: 0 modulo EVAL_SHARE is "eval".
 
-    Sorted, so that 347 + 586 and 586 + 347 fall on the same side.
+    The words are sorted so that 347 + 586 and 586 + 347 are in the same split.
     """
     digest = hashlib.sha256(" ".join(sorted(expression.split())).encode()).digest()
     return "eval" if digest[0] % EVAL_SHARE == 0 else "train"
 
 
-def _prompt(expression: str, answer: int, family: Family, phrasing: str) -> Prompt:
+def _make_prompt(expression: str, answer: int, family: Family, phrasing: str) -> Prompt:
     return Prompt(
         uid=f"arithmetic/{expression}",
         messages=({"role": "user", "content": phrasing.format(expression)},),
@@ -78,31 +78,33 @@ def _prompt(expression: str, answer: int, family: Family, phrasing: str) -> Prom
     )
 
 
-def _drawers(rng: random.Random, digits: int, terms: int) -> Mapping[Family, Callable[[], tuple[str, int]]]:
-    """For each family a function that draws (expression, answer)."""
+def _build_drawers(
+    rng: random.Random, digits: int, terms: int
+) -> Mapping[Family, Callable[[], tuple[str, int]]]:
+    """Return, for each family, a function that draws (expression, answer)."""
 
-    def number() -> int:
-        """Uniform in the number of digits first, so that short numbers are not rare."""
+    def draw_number() -> int:
+        """Draw the number of digits uniformly, then the number, so that short numbers are not rare."""
         length = rng.randint(2, digits)
         return rng.randrange(10 ** (length - 1), 10**length)
 
-    def sum_() -> tuple[str, int]:
-        a, b = number(), number()
+    def draw_sum() -> tuple[str, int]:
+        a, b = draw_number(), draw_number()
         return f"{a} + {b}", a + b
 
-    def difference() -> tuple[str, int]:
-        b, a = sorted((number(), number()))
+    def draw_difference() -> tuple[str, int]:
+        b, a = sorted((draw_number(), draw_number()))
         return f"{a} - {b}", a - b
 
-    def product() -> tuple[str, int]:
-        a, b = rng.randint(2, 9), number()
+    def draw_product() -> tuple[str, int]:
+        a, b = rng.randint(2, 9), draw_number()
         return f"{a} * {b}", a * b
 
-    def remainder() -> tuple[str, int]:
-        a, b = number(), rng.randint(3, 9)
+    def draw_remainder() -> tuple[str, int]:
+        a, b = draw_number(), rng.randint(3, 9)
         return f"{a} mod {b}", a % b
 
-    def chain() -> tuple[str, int]:
+    def draw_chain() -> tuple[str, int]:
         total = rng.randint(1, 9)
         expression = str(total)
         for _ in range(rng.randint(3, terms) - 1):
@@ -113,15 +115,15 @@ def _drawers(rng: random.Random, digits: int, terms: int) -> Mapping[Family, Cal
         return expression, total
 
     return {
-        Family.SUM: sum_,
-        Family.DIFFERENCE: difference,
-        Family.PRODUCT: product,
-        Family.REMAINDER: remainder,
-        Family.CHAIN: chain,
+        Family.SUM: draw_sum,
+        Family.DIFFERENCE: draw_difference,
+        Family.PRODUCT: draw_product,
+        Family.REMAINDER: draw_remainder,
+        Family.CHAIN: draw_chain,
     }
 
 
-def _check(families: Sequence[str], digits: int, terms: int) -> None:
+def _check_params(families: Sequence[str], digits: int, terms: int) -> None:
     if isinstance(families, str) or not families:
         raise ValueError(f"arithmetic: families is {families!r}; use a list of {[str(f) for f in Family]}")
     for family in families:

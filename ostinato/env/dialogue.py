@@ -23,7 +23,8 @@ from ostinato.types import Completion, NewRow, Prompt, Stop
 
 
 class Words(Protocol):
-    """What a dialogue uses of ``render.Renderer``, or of a class that keeps its contexts within a budget."""
+    """The methods of ``render.Renderer`` that a dialogue uses. A class that keeps its contexts within a
+    budget implements them too."""
 
     def decode(self, tokens: Sequence[int] | np.ndarray, skip_special: bool = True) -> str: ...
 
@@ -42,8 +43,8 @@ class Words(Protocol):
 
 
 def append_answer(messages: Sequence[Message], text: str) -> tuple[list[Message], str | None]:
-    """The chat with the policy's answer, and the assistant's words that it ended with before: they are the
-    answer's beginning."""
+    """Return (the chat with the policy's answer, the prefill). The prefill is the assistant message that the
+    chat ended with: the answer continues it. None where the chat did not end with one."""
     *before, last = messages
     if last["role"] != "assistant":
         return [*messages, {"role": "assistant", "content": text}], None
@@ -58,7 +59,7 @@ def continue_chat(
     completion: Completion,
     replies: Sequence[Message],
 ) -> tuple[list[Message], np.ndarray | NewRow]:
-    """(the chat with the answer and the replies to it, the context [C] int32 of the next answer)."""
+    """Return (the chat with the answer and the replies to it, the context [C] int32 of the next answer)."""
     chat, prefill = append_answer(messages, completion.text)
     context = renderer.after_turn(
         chat, replies, completion.tokens, prompt.tools, prompt.template_kwargs, prefill=prefill
@@ -96,11 +97,12 @@ class Dialogue:
         return self._tools.counters
 
     def start(self) -> np.ndarray:
-        """[P] int32: the context of turn 0."""
+        """Return the context of turn 0 [P] int32."""
         return self._renderer.prompt(self._prompt)
 
     async def step(self, completion: Completion) -> np.ndarray | NewRow | None:
-        """[C] int32: the replies to the answer's tool calls, or None when the episode is over."""
+        """Run the answer's tool calls and return the next context [C] int32; None when the episode is
+        over."""
         self._turns_left -= 1
         if not self._turns_left or completion.stop not in (Stop.EOS, Stop.STRING):
             return None

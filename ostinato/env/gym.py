@@ -20,22 +20,22 @@ MAX_DRAWS_IN_VAIN = 2000  # consecutive draws without a new question, before a t
 
 
 def rows(name: str, split: str, seed: int, n: int, config: Mapping[str, Any]) -> list[Prompt]:
-    """``n`` distinct questions of ``split`` as chat prompts; a larger ``n`` only continues the stream.
+    """Return ``n`` distinct questions of ``split`` as chat prompts; a larger ``n`` only continues the stream.
 
     ``config`` are the fields of the task's own configuration. Columns: ``answer`` (the task's example of a
     right answer, sometimes None), ``gym`` ({"name", "config"}: what the scorer is made from) and ``entry``
     (the task's item, which the scorer reads). Raises ValueError for an unknown task or field, a bad value,
     or a task with fewer than ``n`` questions.
     """
-    dataset = _dataset(name, {**config, "seed": _mix_seed(seed), "size": 2**24})
+    dataset = _open_dataset(name, {**config, "seed": _mix_seed(seed), "size": 2**24})
     prompts: dict[str, Prompt] = {}
-    index = last_found = 0
+    index = last_new = 0
     while len(prompts) < n:
         entry = dataset[index]
-        prompt = _prompt(name, config, entry)
+        prompt = _make_prompt(name, config, entry)
         if assign_split(entry["question"]) == split and prompt.uid not in prompts:
-            prompts[prompt.uid], last_found = prompt, index
-        if index - last_found > MAX_DRAWS_IN_VAIN:
+            prompts[prompt.uid], last_new = prompt, index
+        if index - last_new > MAX_DRAWS_IN_VAIN:
             raise ValueError(
                 f"n is {n} but gym:{name} has only about {len(prompts)} distinct {split} questions; "
                 "use fewer, or widen the task in params"
@@ -45,11 +45,11 @@ def rows(name: str, split: str, seed: int, n: int, config: Mapping[str, Any]) ->
 
 
 def assign_split(question: str) -> str:
-    """The split that owns a question, by its SHA-256: 0 modulo EVAL_SHARE is "eval"."""
+    """Return the split of a question, by its SHA-256: 0 modulo EVAL_SHARE is "eval"."""
     return "eval" if hashlib.sha256(question.encode()).digest()[0] % EVAL_SHARE == 0 else "train"
 
 
-def _prompt(name: str, config: Mapping[str, Any], entry: dict[str, Any]) -> Prompt:
+def _make_prompt(name: str, config: Mapping[str, Any], entry: dict[str, Any]) -> Prompt:
     digest = hashlib.sha256(f"{entry['question']}\0{entry['answer']}".encode()).hexdigest()[:16]
     return Prompt(
         uid=f"gym/{name}/{digest}",
@@ -59,11 +59,12 @@ def _prompt(name: str, config: Mapping[str, Any], entry: dict[str, Any]) -> Prom
 
 
 def _mix_seed(seed: int) -> int:
-    """31 bits unlike those of neighbouring seeds; some tasks seed numpy with them, which takes 32."""
+    """Hash a seed to 31 bits, so that neighbouring seeds share no items. numpy, which some tasks seed with
+    the result, takes at most 32 bits."""
     return int.from_bytes(hashlib.sha256(str(seed).encode()).digest()[:4], "big") >> 1
 
 
-def _dataset(name: str, config: Mapping[str, Any]) -> Any:
+def _open_dataset(name: str, config: Mapping[str, Any]) -> Any:
     try:
         from reasoning_gym.factory import DATASETS, create_dataset
     except ModuleNotFoundError as error:

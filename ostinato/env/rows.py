@@ -48,11 +48,11 @@ def read(
     holdout: float = 0.0,
     config: str = "",
 ) -> list[Prompt]:
-    """The prompts of a .jsonl, .csv or .parquet file, a folder with train.jsonl and eval.jsonl, a datasets
-    folder, or ``hf:<name>``.
+    """Read the prompts of a .jsonl, .csv or .parquet file, a folder with train.jsonl and eval.jsonl, a
+    datasets folder, or ``hf:<name>``.
 
     A dataset with named splits gives its own train or evaluation split. A single file has none: it gives all
-    its rows, or with ``holdout`` that share of them (see ``held_out``) to "eval" and the rest to "train".
+    its rows, or with ``holdout`` that share of them (see ``holdout_mask``) to "eval" and the rest to "train".
     ``chat``: a text is what the user says in a chat. ``config`` is the configuration of a hub dataset. uids
     are the rows' ``uid`` or ``id``, else a hash of the content. Rows without answers are read, unless others
     have one. Raises ValueError naming file, row and column.
@@ -89,29 +89,31 @@ def read(
 
 
 def to_chat(prompt: Prompt) -> Prompt:
-    """A text as the user's message of a chat; a chat as it is."""
+    """Return a text prompt as a chat of one user message, and a chat as it is."""
     if prompt.text is None:
         return prompt
     return replace(prompt, text=None, messages=({"role": "user", "content": prompt.text},))
 
 
 def with_columns(rows: Sequence[Prompt], columns: Mapping[str, Any]) -> list[Prompt]:
-    """Rows with those of ``columns`` (``task.columns``) that they lack, or that are null in them. Raises
-    ValueError for a name that rollouts give to rewards."""
-    if chosen := RESERVED & columns.keys():
-        raise ValueError(f"task.columns has {min(chosen)!r}, which the rollout gives to rewards; rename it")
+    """Return the rows, each with those of ``columns`` (``task.columns``) that it lacks or that are null in
+    it. Raises ValueError for a name that the rollout gives to rewards."""
+    if reserved := RESERVED & columns.keys():
+        raise ValueError(f"task.columns has {min(reserved)!r}, which the rollout gives to rewards; rename it")
 
-    def lacking(row: Prompt) -> dict[str, Any]:
+    def choose_missing(row: Prompt) -> dict[str, Any]:
         return {name: value for name, value in columns.items() if row.columns.get(name) is None}
 
-    return [replace(row, columns={**row.columns, **lacking(row)}) for row in rows] if columns else [*rows]
+    return (
+        [replace(row, columns={**row.columns, **choose_missing(row)}) for row in rows] if columns else [*rows]
+    )
 
 
 def prompt_from_row(row: Row, where: str, prompt_column: str = "", answer_column: str = "") -> Prompt:
-    """One row -> one Prompt; ``where`` names it in the ValueError that a bad row raises."""
-    if chosen := RESERVED & row.keys():
+    """Make a Prompt of a row. ``where`` names the row in the ValueError that a bad row raises."""
+    if reserved := RESERVED & row.keys():
         raise ValueError(
-            f"{where} has a column {min(chosen)!r}, which the rollout gives to rewards; rename it"
+            f"{where} has a column {min(reserved)!r}, which the rollout gives to rewards; rename it"
         )
     for key, value in row.items():
         if has_surrogate([key, value]):
@@ -128,17 +130,17 @@ def prompt_from_row(row: Row, where: str, prompt_column: str = "", answer_column
             f"{where} has no 'prompt', and its 'messages' end with the assistant's words; put what the "
             "policy reads into 'prompt', or set task.params.prompt_column if it is to go on with them"
         )
-    answer = _answer(row, where, answer_column)
+    answer = _find_answer(row, where, answer_column)
     columns = {key: value for key, value in row.items() if key not in (name, "answer")}
     columns |= {} if answer is None else {"answer": answer}
-    uid = _uid(row, content, answer)
+    uid = _make_uid(row, content, answer)
     tools = read_value(row, "tools", list, where) or []
     template_kwargs = read_value(row, "chat_template_kwargs", dict, where) or {}
     if isinstance(content, str):
         settings = {"tools": tools, "chat_template_kwargs": template_kwargs}
-        if unused := [key for key, value in settings.items() if value]:
+        if unusable := [key for key, value in settings.items() if value]:
             raise ValueError(
-                f"{where} has {unused[0]!r}, which needs a chat prompt, and its {name!r} is a text; "
+                f"{where} has {unusable[0]!r}, which needs a chat prompt, and its {name!r} is a text; "
                 'write [{"role": "user", "content": ..}], or rename the column'
             )
         return Prompt(uid=uid, text=content, columns=columns, row=where)
@@ -155,8 +157,9 @@ def prompt_from_row(row: Row, where: str, prompt_column: str = "", answer_column
 
 
 def read_value(row: Row, name: str, kind: type, where: str) -> Any:
-    """A column that the chat template is given: a value of ``kind`` or, as tables have one type a column, its
-    JSON text."""
+    """Return the value, of type ``kind``, of a column that the chat template is given; None where there is
+    none. The column may hold its JSON text, since a table has one type for a whole column. Raises ValueError
+    for a value of another type."""
     value = row.get(name)
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
@@ -170,30 +173,30 @@ def read_value(row: Row, name: str, kind: type, where: str) -> Any:
 
 
 def messages(content: Any, where: str = "") -> tuple[dict[str, Any], ...]:
-    """A chat as the template is given it: without what is null; the text of a message that only calls tools
-    is "". Raises ValueError naming the message."""
+    """Return a chat as the template is given it: without fields that are null, and with "" for the text of a
+    message that only calls tools. Raises ValueError, which names the message."""
     chat = content if isinstance(content, list | tuple) else [content]
-    of_row = f"{where}: " if where else ""
+    prefix = f"{where}: " if where else ""
     for number, message in enumerate(chat):
-        at = f"{of_row}message {number} of the chat"
+        label = f"{prefix}message {number} of the chat"
         if not isinstance(message, Mapping):
             raise ValueError(
-                f"{at if chat is content else f'{of_row}the prompt'} is of type {type(message).__name__}; "
+                f"{label if chat is content else f'{prefix}the prompt'} is of type {type(message).__name__}; "
                 "give a text, or a chat of {role, content}"
             )
         calls, text = message.get("tool_calls"), message.get("content")
         if not isinstance(message.get("role"), str):
-            raise ValueError(f"{at} has no 'role'; give a chat of {{role, content}} texts")
+            raise ValueError(f"{label} has no 'role'; give a chat of {{role, content}} texts")
         if not isinstance(text, str) and not (text is None and calls):
             kind = "null" if text is None else f"a {type(text).__name__}"
-            raise ValueError(f"{at} has as 'content' {kind}; give it a text")
+            raise ValueError(f"{label} has as 'content' {kind}; give it a text")
         if calls is not None and not (isinstance(calls, list) and all(map(_is_call, calls))):
             raise ValueError(
-                f"{at} has 'tool_calls' that are not a list of "
+                f"{label} has 'tool_calls' that are not a list of "
                 '{"type": "function", "function": {"name": .., "arguments": ..}}; mend them'
             )
     if chat[-1].get("tool_calls"):
-        raise ValueError(f"{of_row}the chat ends with a call of a tool; put the tool's reply behind it")
+        raise ValueError(f"{prefix}the chat ends with a call of a tool; put the tool's reply behind it")
     fields = [{name: value for name, value in message.items() if value is not None} for message in chat]
     return tuple(message if "content" in message else {**message, "content": ""} for message in fields)
 
@@ -209,16 +212,17 @@ def _ends_with_answer(content: Any) -> bool:
 
 
 def _check_answers(prompts: Sequence[Prompt]) -> None:
-    """Rewards that need no answer may do without, but then no row has one."""
-    without = [prompt.where for prompt in prompts if "answer" not in prompt.columns]
-    if without and len(without) < len(prompts):
+    """Raise ValueError if some rows have an answer and others none. Rewards may need no answer, but then no
+    row has one."""
+    unanswered = [prompt.where for prompt in prompts if "answer" not in prompt.columns]
+    if unanswered and len(unanswered) < len(prompts):
         raise ValueError(
-            f"{without[0]} has no answer ({', '.join(ANSWERS)}), and other rows have; give it one, "
+            f"{unanswered[0]} has no answer ({', '.join(ANSWERS)}), and other rows have; give it one, "
             "or name the column in task.params.answer_column"
         )
 
 
-def _answer(row: Row, where: str, answer_column: str) -> Any:
+def _find_answer(row: Row, where: str, answer_column: str) -> Any:
     for name in (answer_column,) if answer_column else ANSWERS:
         if row.get(name) is not None:
             return row[name]
@@ -233,7 +237,7 @@ def _answer(row: Row, where: str, answer_column: str) -> Any:
     return None
 
 
-def _uid(row: Row, content: Any, answer: Any) -> str:
+def _make_uid(row: Row, content: Any, answer: Any) -> str:
     for name in IDS:
         if row.get(name) is not None:
             return str(row[name])
@@ -243,42 +247,42 @@ def _uid(row: Row, content: Any, answer: Any) -> str:
 
 
 def holdout_mask(contents: Sequence[str], share: float) -> list[bool]:
-    """Which rows are held out: ``share`` of them, rounded but at least one (none for 0), in the order of the
-    hashes of ``contents`` (what is asked), so that new rows move few others. Equal contents are on the same
-    side, so the number may fall short."""
+    """Return for each row whether it is held out: ``share`` of them, rounded but at least one (none for 0),
+    in the order of the hashes of ``contents`` (the questions), so that new rows move few others. Rows of
+    equal content are in the same split, so fewer rows may be held out."""
     if not share:
         return [False] * len(contents)
     digests = [hashlib.sha256(content.encode()).digest() for content in contents]
-    counts, left, chosen = Counter(digests), max(1, round(share * len(contents))), set[bytes]()
+    counts, remaining, held_digests = Counter(digests), max(1, round(share * len(contents))), set[bytes]()
     for digest, count in sorted(counts.items()):
-        if count <= left:
-            chosen.add(digest)
-            left -= count
-    if not chosen and len(counts) > 1:
-        chosen.add(min(counts, key=lambda digest: (counts[digest], digest)))
-    return [digest in chosen for digest in digests]
+        if count <= remaining:
+            held_digests.add(digest)
+            remaining -= count
+    if not held_digests and len(counts) > 1:
+        held_digests.add(min(counts, key=lambda digest: (counts[digest], digest)))
+    return [digest in held_digests for digest in digests]
 
 
 def raw_rows(source: str, split: str, config: str, holdout: float) -> tuple[Iterable[tuple[int, Row]], bool]:
-    """((row number, row) ..., whether the source has named splits). Lines of a file count from 1."""
+    """Return ((row number, row) ..., whether the source has named splits). Lines of a file count from 1."""
     path = Path(source)
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise ValueError(f"task.source is {source}, a pipe or a device, which may have no end; give a file")
     if (file := path / f"{split}.jsonl").is_file():
-        return _jsonl(file), True
+        return _read_jsonl(file), True
     if source.startswith("hf:") or path.is_dir():
-        return _dataset_rows(source, split, config, holdout)
+        return _read_dataset(source, split, config, holdout)
     if path.name.endswith((".jsonl", ".ndjson", ".jsonl.gz")):
-        return _jsonl(path), False
+        return _read_jsonl(path), False
     if path.suffix == ".csv":
-        return enumerate(_csv(path), 1), False
+        return enumerate(_read_csv(path), 1), False
     if path.suffix == ".parquet":
-        return enumerate(_parquet(path), 1), False
+        return enumerate(_read_parquet(path), 1), False
     raise ValueError(f"task.source is {source}; use a .jsonl, .csv or .parquet file or a datasets folder")
 
 
-def _csv(path: Path) -> Iterator[Row]:
-    """Its columns have the names in the first line, and texts for values."""
+def _read_csv(path: Path) -> Iterator[Row]:
+    """Yield the rows of a CSV file, whose first line names the columns. All values are texts."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             for number, row in enumerate(csv.DictReader(file, strict=True), 1):
@@ -289,7 +293,7 @@ def _csv(path: Path) -> Iterator[Row]:
         raise ValueError(f"task.source {path} is not CSV in UTF-8 ({error}); fix it") from error
 
 
-def _jsonl(path: Path) -> Iterator[tuple[int, Row]]:
+def _read_jsonl(path: Path) -> Iterator[tuple[int, Row]]:
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
@@ -305,7 +309,7 @@ def _jsonl(path: Path) -> Iterator[tuple[int, Row]]:
             yield number, row
 
 
-def _parquet(path: Path) -> Iterator[Row]:
+def _read_parquet(path: Path) -> Iterator[Row]:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -321,31 +325,32 @@ def _parquet(path: Path) -> Iterator[Row]:
             try:
                 rows = batch.to_pylist()
             except UnicodeDecodeError as error:  # a text column holds unchecked bytes
-                among = f"one of the rows {number + 1} to {number + batch.num_rows} of {path}"
-                raise ValueError(f"{among} has a text that is not UTF-8 ({error}); fix it") from error
+                place = f"one of the rows {number + 1} to {number + batch.num_rows} of {path}"
+                raise ValueError(f"{place} has a text that is not UTF-8 ({error}); fix it") from error
             yield from map(_drop_fillers, rows)
             number += batch.num_rows
 
 
 def _drop_fillers(row: Row) -> Row:
-    """A table gives each struct the fields of all rows' structs, null where a row has none. Of what the chat
-    template is given, those nulls are no part: chats, ``tools``, ``chat_template_kwargs``."""
+    """Return the row without nulls in what the chat template is given: chats, ``tools`` and
+    ``chat_template_kwargs``. A table gives each struct the fields of all rows' structs, and null where a row
+    has no such field."""
 
     def is_chat(value: Any) -> bool:
         return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and "role" in value[0]
 
-    def without(value: Any) -> Any:
+    def drop_nulls(value: Any) -> Any:
         if isinstance(value, dict):
-            return {name: without(part) for name, part in value.items() if part is not None}
-        return [without(part) for part in value] if isinstance(value, list) else value
+            return {name: drop_nulls(part) for name, part in value.items() if part is not None}
+        return [drop_nulls(part) for part in value] if isinstance(value, list) else value
 
     return {
-        name: without(value) if name in ("tools", "chat_template_kwargs") or is_chat(value) else value
+        name: drop_nulls(value) if name in ("tools", "chat_template_kwargs") or is_chat(value) else value
         for name, value in row.items()
     }
 
 
-def _dataset_rows(
+def _read_dataset(
     source: str, split: str, config: str, holdout: float
 ) -> tuple[Iterable[tuple[int, Row]], bool]:
     try:
@@ -359,8 +364,8 @@ def _dataset_rows(
         else:
             dataset = datasets.load_from_disk(source)
     except (OSError, ValueError) as error:
-        first = str(error).partition("\n")[0]
-        raise ValueError(f"task.source {source} is no dataset that can be read ({first})") from error
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"task.source {source} is no dataset that can be read ({reason})") from error
     if not isinstance(dataset, Mapping):
         return enumerate(map(_drop_fillers, dataset), 1), False
     names = [name for name in (EVAL_SPLITS if split == "eval" else ("train",)) if name in dataset]
