@@ -1,4 +1,4 @@
-"""Rows with answers, for supervised training, in Hugging Face's and TRL's formats -> tokens and a loss mask.
+"""Rows with answers, in Hugging Face's and TRL's formats, as tokens and a loss mask for training.
 
     {"messages": [{"role": "user", ...}, {"role": "assistant", ...}]}                  a chat
     {"prompt": "2+2?", "completion": "4"}                                              texts, or chats
@@ -28,12 +28,12 @@ from ostinato.types import Prompt
 
 log = logging.getLogger(__name__)
 Turns = Literal["last", "all"]
-CHATS = ("messages", "prompt", "completion", "chosen", "rejected")  # columns that may hold one
+CHATS = ("messages", "prompt", "completion", "chosen", "rejected")  # columns that may hold a chat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Example:
-    """A row as tokens, up to the last one that is trained on."""
+    """A row as tokens, up to the last token that is trained on."""
 
     tokens: np.ndarray  # [L] int32
     mask: np.ndarray  # [L] bool: True on the assistant's tokens, including the one that ends its turn
@@ -42,8 +42,9 @@ class Example:
 def load_rows(
     source: str, split: str, seed: int, n: int | None, params: Mapping[str, Any]
 ) -> list[tuple[str, Row]]:
-    """(name in errors, row) of ``split`` ("train" or "eval"), ``n`` of them or all, as in ``load_tasks``. A
-    file without ``holdout`` has no rows for "eval". Raises ValueError for a source that cannot be read."""
+    """Return (name in errors, row) of ``n`` rows of ``split`` ("train" or "eval"), or of all, as in
+    ``load_tasks``. A file without ``holdout`` has no rows for "eval". Raises ValueError for a source that
+    cannot be read."""
     if source == "arithmetic" or source.startswith("gym:"):
         prompts = load_tasks(source, split, seed, n, params)
         return [(f"prompt {prompt.uid}", _row_from_prompt(prompt)) for prompt in prompts]
@@ -65,49 +66,52 @@ def _read_rows(source: str, split: str, *, holdout: float = 0.0, config: str = "
     if not 0 <= holdout < 1:
         raise ValueError(f"task.params.holdout is {holdout}; use a share of the rows in [0, 1)")
     rows, has_splits = raw_rows(source, split, config, holdout)
-    named = [(f"row {number} of {source}", row) for number, row in rows]
+    named_rows = [(f"row {number} of {source}", row) for number, row in rows]
     if not has_splits and (holdout or split == "eval"):
-        mask = holdout_mask([_question(row) for _, row in named], holdout)
-        named = [pair for pair, is_held in zip(named, mask, strict=True) if is_held == (split == "eval")]
-    if not named and (split == "train" or holdout):
+        mask = holdout_mask([_extract_question(row) for _, row in named_rows], holdout)
+        named_rows = [
+            pair for pair, is_held in zip(named_rows, mask, strict=True) if is_held == (split == "eval")
+        ]
+    if not named_rows and (split == "train" or holdout):
         raise ValueError(
             f"task.source {source} has no rows for {split}; check the file and task.params.holdout"
         )
-    return named
+    return named_rows
 
 
-def _question(row: Row) -> str:
-    """What is asked, as JSON: two rows that ask the same are in the same split."""
-    chat = itertools.takewhile(lambda message: not _of_assistant(message), row.get("messages") or [])
+def _extract_question(row: Row) -> str:
+    """Return the question of a row as JSON. Rows with the same question are in the same split."""
+    chat = itertools.takewhile(lambda message: not _is_from_assistant(message), row.get("messages") or [])
     return json.dumps(row.get("prompt") or list(chat), sort_keys=True, default=str)
 
 
-def _of_assistant(message: Any) -> bool:
+def _is_from_assistant(message: Any) -> bool:
     return isinstance(message, Mapping) and message.get("role") == "assistant"
 
 
 def example(
     renderer: Renderer, row: Row, where: str, *, context: int, turns: Turns = "last", key: str = "completion"
 ) -> Example:
-    """The row's ``messages``, or ``prompt`` and ``key``, as the tokens that a policy would have sampled.
-    Raises ValueError, beginning with ``where``, for a row that cannot be trained on."""
+    """Encode the row's ``messages``, or ``prompt`` and ``key``, as the tokens that a policy would have
+    sampled. Raises ValueError, whose text begins with ``where``, for a row that cannot be trained on."""
     try:
-        pieces = _pieces(renderer, row, turns, key)
+        pieces = _encode_row(renderer, row, turns, key)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
     tokens = np.concatenate([piece for piece, _ in pieces])
-    mask = np.concatenate([np.full(len(piece), trained) for piece, trained in pieces])
+    mask = np.concatenate([np.full(len(piece), is_trained) for piece, is_trained in pieces])
     if not mask.any() or mask[0]:
         missing = "before its answer" if mask.any() else "to train on"
         raise ValueError(f"{where} has no token {missing}; leave the row out")
     if len(tokens) > context:
-        most = f"the context of the model is {context}"
-        raise ValueError(f"{where} has {len(tokens)} tokens and {most}; shorten it or leave it out")
+        limit = f"the context of the model is {context}"
+        raise ValueError(f"{where} has {len(tokens)} tokens and {limit}; shorten it or leave it out")
     return Example(tokens=tokens.astype(np.int32), mask=mask)
 
 
 def pair(renderer: Renderer, row: Row, where: str, *, context: int) -> tuple[Example, Example]:
-    """(chosen, rejected) of a preference row. Raises ValueError as ``example`` does, or if they are equal."""
+    """Return (chosen, rejected) of a preference row. Raises ValueError as ``example`` does, or if they are
+    equal."""
     chosen, rejected = (
         example(renderer, row, where, context=context, turns="all", key=key) for key in ("chosen", "rejected")
     )
@@ -116,96 +120,108 @@ def pair(renderer: Renderer, row: Row, where: str, *, context: int) -> tuple[Exa
     return chosen, rejected
 
 
-# The end of a context: a thought that the template opens for the answer, or has closed as well.
+# The end of a context in which the template opens a thought for the answer, and may also close it.
 _OPENING = re.compile(rf"{THINK}\s*({END_THINK}\s*)?\Z")
 _Pieces = list[tuple[np.ndarray, bool]]  # (tokens, whether they are trained on)
 
 
-def _pieces(renderer: Renderer, row: Row, turns: Turns, key: str) -> _Pieces:
+def _encode_row(renderer: Renderer, row: Row, turns: Turns, key: str) -> _Pieces:
     if row.get("tools"):
         raise ValueError("it has tools, which are not read here; leave the column out")
-    names = read_value(row, "chat_template_kwargs", dict, "it") or {}
+    template_kwargs = read_value(row, "chat_template_kwargs", dict, "it") or {}
     if key == "completion" and row.get("messages") is not None:
-        return _chat(renderer, _text_messages(row["messages"]), 0, turns, names)
-    needed = "messages, or prompt and completion" if key == "completion" else "prompt, chosen and rejected"
+        return _encode_chat(renderer, _read_text_messages(row["messages"]), 0, turns, template_kwargs)
+    columns = "messages, or prompt and completion" if key == "completion" else "prompt, chosen and rejected"
     for name in ("prompt", key):
         if not row.get(name):
-            raise ValueError(f"it has no {name!r}; give {needed}")
+            raise ValueError(f"it has no {name!r}; give {columns}")
     prompt, answer = row["prompt"], row[key]
     if isinstance(prompt, str) != isinstance(answer, str):
         raise ValueError(f"one of 'prompt' and {key!r} is a text and the other a chat; give both alike")
     if not isinstance(prompt, str):
-        before = _text_messages(prompt)
-        return _chat(renderer, (*before, *_text_messages(answer)), len(before), turns, names)
+        prompt_messages = _read_text_messages(prompt)
+        return _encode_chat(
+            renderer,
+            (*prompt_messages, *_read_text_messages(answer)),
+            len(prompt_messages),
+            turns,
+            template_kwargs,
+        )
     tokens = renderer.encode(answer)
     if renderer.eos is not None and int(tokens[-1]) not in renderer.stop_tokens:
         tokens = np.append(tokens, np.int32(renderer.eos))
     return [(renderer.prompt(Prompt(uid="", text=prompt)), False), (tokens, True)]
 
 
-def _text_messages(chat: Any) -> tuple[dict[str, str], ...]:
+def _read_text_messages(chat: Any) -> tuple[dict[str, str], ...]:
     for message in chat if isinstance(chat, list | tuple) else [chat]:
         fields = message if isinstance(message, Mapping) else {}
-        if odd := [key for key, value in fields.items() if value and not isinstance(value, str)]:
-            raise ValueError(f"a message has {odd[0]!r}, which is no text and is not read here; leave it out")
+        if non_texts := [key for key, value in fields.items() if value and not isinstance(value, str)]:
+            raise ValueError(
+                f"a message has {non_texts[0]!r}, which is no text and is not read here; leave it out"
+            )
     return messages(chat)
 
 
-def _chat(
+def _encode_chat(
     renderer: Renderer, chat: Sequence[Message], start: int, turns: Turns, template_kwargs: Mapping[str, Any]
 ) -> _Pieces:
-    """Contexts and answers alternately, split where sampling splits: an answer ends with its stop token."""
-    rendered = partial(renderer.marked_text, template_kwargs=template_kwargs)
-    answers = [at for at in range(start, len(chat)) if chat[at]["role"] == "assistant"]
-    if not answers:
+    """Return contexts and answers alternately, split where sampling splits: an answer ends with its stop
+    token."""
+    render = partial(renderer.marked_text, template_kwargs=template_kwargs)
+    indices = [index for index in range(start, len(chat)) if chat[index]["role"] == "assistant"]
+    if not indices:
         raise ValueError("it has no assistant turn; add one, or leave the row out")
     pieces: _Pieces = []
-    done = ""  # the text already in the pieces
-    for at in answers[-1:] if turns == "last" else answers:
-        before = rendered(chat[:at])
-        text = rendered(chat[: at + 1], add_generation_prompt=False)
-        if not before.startswith(done):
+    prefix = ""  # the text of the pieces so far
+    for index in indices[-1:] if turns == "last" else indices:
+        context = render(chat[:index])
+        full_text = render(chat[: index + 1], add_generation_prompt=False)
+        if not context.startswith(prefix):
             raise ValueError(
                 "the chat template writes an earlier answer otherwise once a turn follows, so not all turns "
                 "can be trained on in one row; train on the last one (sft.turns=last), or make each a row"
             )
-        answer = _answer(renderer, chat[at], before, text)
-        pieces += [(renderer.encode_marked(before[len(done) :]), False)]
+        answer = _extract_answer(renderer, chat[index], context, full_text)
+        pieces += [(renderer.encode_marked(context[len(prefix) :]), False)]
         pieces += [(renderer.encode_marked(answer), True)]
-        done = before + answer
+        prefix = context + answer
     return pieces
 
 
-def _answer(renderer: Renderer, message: Message, before: str, full_text: str) -> str:
-    """What a policy would have sampled after ``before``, its context, with the token that ends its turn.
+def _extract_answer(renderer: Renderer, message: Message, context: str, full_text: str) -> str:
+    """Return what a policy would have sampled after ``context``, with the token that ends its turn.
 
-    ``whole`` is the chat up to this message, as the template writes it. Templates that open a thought in the
-    context (R1, DeepSeek-V3, Nemotron) do not write it in an answer that is given: then it is the row's."""
+    ``full_text`` is the chat up to this message, as the template writes it. Templates that open a thought in
+    the context (R1, DeepSeek-V3, Nemotron) do not write the thought of an answer in the chat: it is then
+    taken from the row. Raises ValueError where the template cannot show what would have been sampled."""
     thought, text = _split_thought(message)
-    opening = _OPENING.search(before)
-    if opening is None or full_text.startswith(before):
-        head, opened = before, ""
+    opening = _OPENING.search(context)
+    if opening is None or full_text.startswith(context):
+        head, thought_opening = context, ""
     else:
-        head, opened = before[: opening.start()], opening[0]
+        head, thought_opening = context[: opening.start()], opening[0]
     if not full_text.startswith(head):
         raise ValueError(
             "the chat template begins an answer otherwise than it asks for one, so no context of it was "
-            f"sampled from: it asks with {renderer.control.show(before)[-40:]!r}; use another template"
+            f"sampled from: it asks with {renderer.control.show(context)[-40:]!r}; use another template"
         )
-    end, closing = _answer_end(renderer, full_text, len(head))
-    if END_THINK in opened and thought is not None and thought.strip():
+    end, closing = _find_answer_end(renderer, full_text, len(head))
+    if END_THINK in thought_opening and thought is not None and thought.strip():
         raise ValueError(
             "the chat template closes the thought before the answer, and this answer has one; leave it out, "
             "or switch thinking on in chat_template_kwargs"
         )
-    if opened and END_THINK not in opened:
+    if thought_opening and END_THINK not in thought_opening:
         if thought is None:
             raise ValueError(
                 f"the chat template opens a thought for the answer ({THINK}) and this answer has none; give "
                 f"it reasoning_content, or begin its content with {THINK}..{END_THINK} (an empty one where "
                 "there is none), or use another template"
             )
-        thought = thought.removeprefix(opened.removeprefix(THINK))  # the blanks that the context has
+        thought = thought.removeprefix(
+            thought_opening.removeprefix(THINK)
+        )  # the context ends with these blanks
         return renderer.control.hide(f"{thought}{END_THINK}{text}") + closing
     answer = full_text[len(head) : end]
     if thought is not None and renderer.control.hide(thought.strip()) not in answer:
@@ -218,16 +234,16 @@ def _answer(renderer: Renderer, message: Message, before: str, full_text: str) -
 
 
 def _split_thought(message: Message) -> tuple[str | None, str]:
-    """(the thought of an answer with the blanks around it, if it has one; what follows)."""
+    """Return (the thought of an answer with the blanks around it, or None; the text after it)."""
     content = str(message["content"])
     if reasoning := message.get("reasoning_content"):
         return f"\n{reasoning}\n", f"\n\n{content}"
-    thought, closed, text = content.partition(END_THINK)
-    return (thought.lstrip().removeprefix(THINK), text) if closed else (None, content)
+    thought, tag, text = content.partition(END_THINK)
+    return (thought.lstrip().removeprefix(THINK), text) if tag else (None, content)
 
 
-def _answer_end(renderer: Renderer, text: str, start: int) -> tuple[int, str]:
-    """(where the answer that begins at ``start`` ends, the stop token there)."""
+def _find_answer_end(renderer: Renderer, text: str, start: int) -> tuple[int, str]:
+    """Return (the end of the answer that begins at ``start``, the text of the stop token there)."""
     stops = [renderer.decode([token], skip_special=False) for token in renderer.stop_tokens]
-    ends = [(at + len(stop), stop) for stop in stops if (at := text.rfind(stop, start)) >= 0]
+    ends = [(index + len(stop), stop) for stop in stops if (index := text.rfind(stop, start)) >= 0]
     return max(ends, default=(len(text), ""))

@@ -40,7 +40,7 @@ from ostinato.types import Completion, NewRow, Prompt, Stop
 T = TypeVar("T")
 SEEDS = "seeds"  # as task.source: the rows are seeds for ``reset``
 CALL_S = 10.0  # for each call of a method
-MAX_CHARS = 1_000_000  # of what an environment says at a time; to tokenise more takes many seconds
+MAX_CHARS = 1_000_000  # of one text of an environment; tokenising more takes many seconds
 
 
 class TextEnv(Protocol):
@@ -55,7 +55,8 @@ Factory = Callable[[], TextEnv]
 
 
 def new_factory(spec: str, params: Mapping[str, Any]) -> Factory:
-    """A function that makes one episode's environment. Raises ValueError if there is none or it fails."""
+    """Return a function that makes the environment of an episode. Raises ValueError if there is none or it
+    fails."""
     make = load_named(spec, "task.env", nearest="ostinato.env.games:GuessNumber")
     with _name_failures(spec, params):
         env = _call_in_time("__init__", lambda: make(**params))
@@ -63,13 +64,13 @@ def new_factory(spec: str, params: Mapping[str, Any]) -> Factory:
         if not callable(getattr(env, name, None)):
             raise ValueError(f"task.env {spec!r} has no method {name}(); see docs/guide/environment.md")
     with _name_failures(spec, params):
-        _call_in_time("close", lambda: _close(env))
+        _call_in_time("close", lambda: _close_env(env))
     return lambda: make(**params)
 
 
 @contextmanager
 def _name_failures(spec: str, params: Mapping[str, Any]) -> Iterator[None]:
-    """What a user's environment raises before a run becomes a ValueError with its name."""
+    """Raise ValueError with the environment's name for what a user's environment raises before a run."""
     try:
         yield
     except Exception as error:  # a user's code
@@ -79,7 +80,7 @@ def _name_failures(spec: str, params: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _call_in_time(method: str, call: Callable[[], T], timeout_s: float = CALL_S) -> T:
-    """Raises TimeoutError with the name of the method."""
+    """Return what ``call`` returns. Raises TimeoutError with the name of the method."""
     try:
         return within(call, timeout_s)
     except TimeoutError as error:
@@ -89,34 +90,38 @@ def _call_in_time(method: str, call: Callable[[], T], timeout_s: float = CALL_S)
 def seeds(
     make: Factory | None, spec: str, split: str, seed: int, n: int, *, timeout_s: float = CALL_S
 ) -> list[Prompt]:
-    """``n`` prompts of ``split``. Each is the first text of an environment reset with its own seed, or the
-    seed itself if ``make`` is None (an agent has its own environment). The splits have different seeds;
+    """Make ``n`` prompts of ``split``. Each is the first text of an environment reset with its own seed, or
+    the seed itself if ``make`` is None (an agent has its own environment). The splits have different seeds;
     whether their games differ too is up to the environment."""
     prompts = []
     for k in range(n):
-        number = int.from_bytes(hashlib.sha256(f"{split}/{seed}/{k}".encode()).digest()[:4], "big") >> 1
-        text = str(number)
+        env_seed = int.from_bytes(hashlib.sha256(f"{split}/{seed}/{k}".encode()).digest()[:4], "big") >> 1
+        text = str(env_seed)
         if make is not None:
-            with _name_failures(spec, {"seed": number}):
+            with _name_failures(spec, {"seed": env_seed}):
                 env = _call_in_time("__init__", make, timeout_s)
-                text = _call_in_time("reset", partial(_reset, env, number, {"seed": number}), timeout_s)
-                _call_in_time("close", partial(_close, env), timeout_s)
+                text = _call_in_time(
+                    "reset", partial(_reset_env, env, env_seed, {"seed": env_seed}), timeout_s
+                )
+                _call_in_time("close", partial(_close_env, env), timeout_s)
         if not text:
             raise ValueError(
                 f'task.env {spec!r}: reset() gives no text, and task.source = "seeds" has none either'
             )
         messages = ({"role": "user", "content": text},)
-        prompts.append(Prompt(uid=f"env/{split}/{number}", messages=messages, columns={"seed": number}))
+        prompts.append(Prompt(uid=f"env/{split}/{env_seed}", messages=messages, columns={"seed": env_seed}))
     return prompts
 
 
-def _reset(env: TextEnv, seed: int, options: Mapping[str, Any]) -> str:
+def _reset_env(env: TextEnv, seed: int, options: Mapping[str, Any]) -> str:
     observation = env.reset(seed=seed, options=options)
-    return _text(observation[0] if isinstance(observation, tuple) and observation else observation, "reset")
+    return _check_text(
+        observation[0] if isinstance(observation, tuple) and observation else observation, "reset"
+    )
 
 
-def _text(value: Any, method: str) -> str:
-    """Raises TypeError or ValueError for what is no text that can be shown to a policy."""
+def _check_text(value: Any, method: str) -> str:
+    """Return ``value``. Raises TypeError or ValueError if it is no text that a policy can be given."""
     if not isinstance(value, str):
         raise TypeError(f"{method}() gives a {type(value).__name__} as its text; return a str, as documented")
     if len(value) > MAX_CHARS:
@@ -126,7 +131,7 @@ def _text(value: Any, method: str) -> str:
     return value
 
 
-def _close(env: TextEnv) -> None:
+def _close_env(env: TextEnv) -> None:
     close = getattr(env, "close", None)
     if callable(close):
         close()
@@ -153,7 +158,7 @@ class EnvEpisode:
         self.reward = 0.0
         self._renderer, self._turns_left = renderer, max_turns
         self._timeout_s, self._counters = timeout_s, Counter() if counters is None else counters
-        self._prompt, self._make, self._opening = prompt, make, opening or asyncio.Lock()
+        self._prompt, self._make, self._open_lock = prompt, make, opening or asyncio.Lock()
         self._env: TextEnv | None = None
         self._tools = Toolbox({}, timeout_s, self._counters)
         self._messages: list[Message] = []
@@ -162,35 +167,40 @@ class EnvEpisode:
         """Make and reset the environment."""
         columns, messages = self._prompt.columns, list(to_chat(self._prompt).messages or ())
         seed = int.from_bytes(hashlib.sha256(self._prompt.uid.encode()).digest()[:4], "big") >> 1
-        async with self._opening:
+        async with self._open_lock:
             self._env = env = await self._call("__init__", self._make)
-            text = await self._call("reset", partial(_reset, env, int(columns.get("seed", seed)), columns))
+            text = await self._call(
+                "reset", partial(_reset_env, env, int(columns.get("seed", seed)), columns)
+            )
         tools = {name: getattr(env, name) for name in getattr(env, "tools", ())}
         self._tools = Toolbox(tools, self._timeout_s, self._counters)
         self._prompt = replace(to_chat(self._prompt), tools=(*self._prompt.tools, *self._tools.schemas))
-        last = len(messages) - 1 - (self._prompt.prefill is not None)  # the assistant's words stay behind it
-        new = [{"role": "user", "content": text}] if text else []
-        chat = [*messages[:last], *new, *messages[last + len(new) :]]
+        user_index = (
+            len(messages) - 1 - (self._prompt.prefill is not None)
+        )  # a prefill stays behind the user's message
+        additions = [{"role": "user", "content": text}] if text else []
+        chat = [*messages[:user_index], *additions, *messages[user_index + len(additions) :]]
         self._messages = list(chat)
 
     def start(self) -> np.ndarray:
-        """[P] int32: the context of turn 0, of an environment that is open."""
+        """Return the context of turn 0 [P] int32. The environment must be open."""
         return self._renderer.prompt(replace(self._prompt, messages=tuple(self._messages)))
 
     async def _call(self, method: str, call: Callable[..., T], **arguments: Any) -> T:
-        """What a method of the environment returns. Raises TimeoutError with its name."""
+        """Return what a method of the environment returns. Raises TimeoutError with the method's name."""
         try:
             return await call_in_time(call, arguments, self._timeout_s)
         except TimeoutError as error:
             raise TimeoutError(f"{method}() has not returned in {self._timeout_s:g} s") from error
 
     async def step(self, completion: Completion) -> np.ndarray | NewRow | None:
-        """[C] int32: replies of tools, or of the environment; None when the episode is over."""
+        """Return the next context [C] int32, with replies of tools or of the environment; None when the
+        episode is over."""
         self._turns_left -= 1
         if completion.stop not in (Stop.EOS, Stop.STRING):
             return None
         replies = await self._tools.replies(completion.text)
-        over, fresh = False, list[Message]()
+        is_over, new_chat = False, list[Message]()
         if not replies:
             assert self._env is not None
             self._counters["env/steps"] += 1
@@ -198,54 +208,55 @@ class EnvEpisode:
             if completion.stop is Stop.STRING:  # the stop string is part of the action
                 action = self._renderer.decode(completion.tokens)
             result = await self._call("step", partial(self._env.step, action))
-            reply, reward, over = _read_step(result)
+            reply, reward, is_over = _read_step(result)
             self.reward += reward
-            fresh = [] if isinstance(reply, str) else reply
+            new_chat = [] if isinstance(reply, str) else reply
             replies = [{"role": "user", "content": reply}]
-        if over or not self._turns_left:
+        if is_over or not self._turns_left:
             return None
-        if fresh:
-            self._messages = fresh
-            return NewRow(self._renderer.prompt(replace(self._prompt, messages=tuple(fresh))))
+        if new_chat:
+            self._messages = new_chat
+            return NewRow(self._renderer.prompt(replace(self._prompt, messages=tuple(new_chat))))
         self._messages, context = continue_chat(
             self._renderer, self._prompt, self._messages, completion, replies
         )
         return context
 
     async def try_step(self, action: str) -> str:
-        """One step of an environment that is open, before a run. Returns a warning, or "": not every action
-        is one. Raises TypeError or ValueError for a result that no action could mend."""
+        """Try one step of an open environment before a run. Returns a warning, or "", since not every text is
+        a valid action. Raises TypeError or ValueError for a result that is wrong whatever the action."""
         assert self._env is not None
-        with contextlib.suppress(ValueError):  # of a callable without a signature
+        with contextlib.suppress(ValueError):  # a callable may have no signature
             inspect.signature(self._env.step).bind(action)
         try:
             result = await self._call("step", partial(self._env.step, action))
         except Exception as error:  # a user's code
             return f"raised {type(error).__name__}: {error}, on a first answer"
-        *_, over = _read_step(result)
-        is_cut = self._turns_left == 1 and not over
+        *_, is_over = _read_step(result)
+        is_cut = self._turns_left == 1 and not is_over
         return "goes on after a first answer, and task.max_turns is 1, so it never replies" if is_cut else ""
 
     async def close(self) -> None:
         """Close the environment; later calls do nothing."""
         if self._env is not None:
             env, self._env = self._env, None
-            await self._call("close", partial(_close, env))
+            await self._call("close", partial(_close_env, env))
 
 
 def _read_step(result: Any) -> tuple[str | list[Message], float, bool]:
-    """(reply, reward, is the episode over) of what ``step`` returns. Raises TypeError or ValueError."""
+    """Return (reply, reward, whether the episode is over) from the result of ``step``. Raises TypeError or
+    ValueError for a result of another form."""
     if not isinstance(result, tuple | list) or len(result) < 4:
         raise TypeError(f"step() gives {result!r:.80}; return (reply, reward, terminated, truncated, info)")
-    reply, reward, ended, cut, *_ = result
+    reply, reward, terminated, truncated, *_ = result
     is_chat = isinstance(reply, list | tuple)
     for text in [message["content"] for message in reply] if is_chat else [reply]:
-        _text(text, "step")
-    return list(reply) if is_chat else reply, _number(reward), bool(ended or cut)
+        _check_text(text, "step")
+    return list(reply) if is_chat else reply, _as_number(reward), bool(terminated or truncated)
 
 
-def _number(reward: Any) -> float:
-    """As reward functions: a text that reads as a number is none. Raises TypeError."""
+def _as_number(reward: Any) -> float:
+    """Convert a reward to float. Raises TypeError for a text, even of digits, as for reward functions."""
     if isinstance(reward, str | bytes | bytearray) or not hasattr(reward, "__float__"):
         raise TypeError(f"step() gives the reward {reward!r:.80}, a {type(reward).__name__}; return a number")
     return float(reward)

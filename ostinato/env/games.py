@@ -14,7 +14,7 @@ _NUMBER = re.compile(r"-?[0-9]+")
 
 class GuessNumber:
     """Find a number from ``low`` to ``high`` in ``tries`` guesses; each wrong guess is answered by
-    "higher" or "lower". The last number of an answer is the guess. Reward 1 for finding it."""
+    "higher" or "lower". The last number of an answer is the guess. The reward is 1 for the right guess."""
 
     def __init__(self, low: int = 1, high: int = 10, tries: int = 4) -> None:
         if not low < high or tries < 1:
@@ -36,10 +36,11 @@ class GuessNumber:
 
 
 class PriceList:
-    """A price that only a lookup reveals: an answer that ends in "item =" is a lookup and gets the price of
-    this item, any other is final. Use ``rollout.stop = ["="]``, so that the policy does not write the price
-    itself, as with the calculator of GSM8K (arXiv 2110.14168). Prices are redrawn in each episode, from 1 to
-    ``items``. At most ``lookups`` lookups; the right one is worth 0.3, the right price after it 0.7 more."""
+    """Find a price that only a lookup reveals: an answer that ends in "item =" is a lookup and is replied to
+    with the price of this item, any other answer is final. Use ``rollout.stop = ["="]``, so that the policy
+    does not write the price itself, as with the calculator of GSM8K (arXiv 2110.14168). Prices are redrawn in
+    each episode, from 1 to ``items``. At most ``lookups`` lookups; the right one is worth 0.3, the right
+    price after it 0.7 more."""
 
     def __init__(self, items: int = 9, lookups: int = 2) -> None:
         if items < 2 or lookups < 1:
@@ -47,22 +48,25 @@ class PriceList:
         self._items, self._lookups = items, lookups
 
     def reset(self, *, seed: int, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-        draw = random.Random(seed)
-        self._prices = [draw.randint(1, self._items) for _ in range(self._items)]
-        self._item, self._left, self._found = draw.randint(1, self._items), self._lookups, False
+        rng = random.Random(seed)
+        self._prices = [rng.randint(1, self._items) for _ in range(self._items)]
+        self._item, self._left, self._has_price = rng.randint(1, self._items), self._lookups, False
         return f"What is the price of {self._item}? Look up: {self._item}=", {}
 
     def lookup(self, item: int) -> int | None:
-        """The price of an item; None where there is no such item."""
+        """Return the price of an item; None where there is no such item."""
         return self._prices[item - 1] if 1 <= item <= self._items else None
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        requested = EQUALS.search(action)
-        if requested and self._left:
+        request = EQUALS.search(action)
+        if request and self._left:
             self._left -= 1
-            price, first = self.lookup(int(requested[1])), int(requested[1]) == self._item and not self._found
-            self._found, reward = self._found or first, 0.3 if first else 0.0
+            price, is_first = (
+                self.lookup(int(request[1])),
+                int(request[1]) == self._item and not self._has_price,
+            )
+            self._has_price, reward = self._has_price or is_first, 0.3 if is_first else 0.0
             return ("none" if price is None else str(price)), reward, False, False, {}
         numbers = _NUMBER.findall(action)
-        right = bool(numbers) and int(numbers[-1]) == self._prices[self._item - 1]
-        return "", 0.7 if right and self._found else 0.0, True, False, {}
+        is_right = bool(numbers) and int(numbers[-1]) == self._prices[self._item - 1]
+        return "", 0.7 if is_right and self._has_price else 0.0, True, False, {}

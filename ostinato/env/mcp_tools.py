@@ -1,7 +1,8 @@
-"""Tools of MCP servers (extra ``mcp``): ``task.tools = ["mcp:python server.py", "mcp:https://example.org/mcp"]``.
+"""Tools of MCP servers (extra ``mcp``): ``task.tools = ["mcp:python server.py",
+"mcp:https://example.org/mcp"]``.
 
-A server is started, or asked at its address, once for all episodes of a run: what it keeps between calls is
-common to them. Its names, descriptions and JSON schemas are what the chat template is given.
+A server is started, or connected to at its address, once for all episodes of a run: they share the state that
+it keeps between calls. The chat template is given the server's names, descriptions and JSON schemas.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from typing import Any, TextIO, cast
 
 PREFIX = "mcp:"
 START_S = 60.0  # for a server to come up and to list its tools; it may have to be installed first
-CALL_S = 60.0  # after which a call ends that its episode no longer waits for
+CALL_S = 60.0  # limit of a call, also when its episode has stopped waiting for it
 
 
 class ToolLost(Exception):
-    """What answers calls is gone: a fault of the episode, not a reply that a policy could learn from."""
+    """The server of a tool is gone: a fault of the episode, not a reply that a policy could learn from."""
 
 
 @dataclass(frozen=True)
 class McpTool:
-    """A tool of ``server``, to be called by keywords. ``schema``: a function of OpenAI's API."""
+    """A tool of ``server``, called with keywords. ``schema``: a function of OpenAI's API."""
 
     server: McpServer
     name: str
@@ -45,124 +46,126 @@ class _Session:
 
 
 class McpServer:
-    """A session with the server that ``spec`` names, held by an event loop in a thread of its own.
+    """A session with the server that ``spec`` names, kept open by an event loop in a thread of its own.
 
-    It ends when the last of its tools is gone, or with this process. One that is lost is opened again, and
-    calls meanwhile raise ToolLost. Raises ValueError where the library or the server is not there.
+    The session ends when the last of its tools is gone, or with this process. A lost session is opened again,
+    and calls meanwhile raise ToolLost. Raises ValueError where the library or the server is missing.
     """
 
     def __init__(self, spec: str) -> None:
         if importlib.util.find_spec("mcp") is None:
             raise ValueError(f"task.tools has {spec!r}, which needs mcp; install the extra mcp")
         self._spec = spec
-        self._errors = cast(TextIO, tempfile.TemporaryFile("w+", errors="replace"))  # noqa: SIM115  its stderr
-        weakref.finalize(self, self._errors.close)
+        self._stderr = cast(TextIO, tempfile.TemporaryFile("w+", errors="replace"))  # noqa: SIM115  closed by the finalizer
+        weakref.finalize(self, self._stderr.close)
         self._loop, self._lock = asyncio.new_event_loop(), threading.Lock()
-        threading.Thread(target=_run, args=(self._loop,), name=spec, daemon=True).start()
-        weakref.finalize(self, _end, self._loop)
-        self._opening = self._open()
+        threading.Thread(target=_run_loop, args=(self._loop,), name=spec, daemon=True).start()
+        weakref.finalize(self, _end_loop, self._loop)
+        self._session_future = self._open_session()
         try:
-            tools = self._opening.result(START_S).tools
-        except Exception as error:  # of anybody's server
-            self._errors.seek(0)
-            *_, last = ["", *self._errors.read().split("\n")[:-1]]
+            tools = self._session_future.result(START_S).tools
+        except Exception as error:  # a server may fail in any way
+            self._stderr.seek(0)
+            *_, last_line = ["", *self._stderr.read().split("\n")[:-1]]
             raise ValueError(
-                f"task.tools has {spec!r}, which gave no list of tools: {_reason(error)}"
-                + (f"; the last that it wrote is {last!r}" if last else "")
+                f"task.tools has {spec!r}, which gave no list of tools: {_find_reason(error)}"
+                + (f"; the last that it wrote is {last_line!r}" if last_line else "")
             ) from error
         if not tools:
             raise ValueError(f"task.tools has {spec!r}, a server without tools; name another")
-        self.tools = {tool.name: McpTool(self, tool.name, _schema(tool)) for tool in tools}
+        self.tools = {tool.name: McpTool(self, tool.name, _make_schema(tool)) for tool in tools}
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """The text of the reply. Raises RuntimeError with the server's words where it says that the call has
-        failed, and ToolLost where there is no server."""
+        """Call a tool and return the text of its reply. Raises RuntimeError with the server's message for a
+        call that failed, and ToolLost where there is no server."""
         from mcp import MCPError
         from mcp_types import CONNECTION_CLOSED
 
-        opening = self._opening
-        if not opening.done():
+        session_future = self._session_future
+        if not session_future.done():
             raise ToolLost(f"{self._spec} is being started again")
         try:
-            client = opening.result().client
-            calling = client.call_tool(name, dict(arguments), read_timeout_seconds=CALL_S)
-            result = asyncio.run_coroutine_threadsafe(calling, self._loop).result()
+            client = session_future.result().client
+            request = client.call_tool(name, dict(arguments), read_timeout_seconds=CALL_S)
+            result = asyncio.run_coroutine_threadsafe(request, self._loop).result()
         except MCPError as error:
             if error.error.code != CONNECTION_CLOSED:
                 raise RuntimeError(error.error.message) from error
-            raise self._reopen(opening, error) from error
-        except Exception as error:  # of its transport
-            raise self._reopen(opening, error) from error
+            raise self._reopen_session(session_future, error) from error
+        except Exception as error:  # the transport may fail in any way
+            raise self._reopen_session(session_future, error) from error
         text = "\n".join(getattr(part, "text", f"[{part.type} that is not read]") for part in result.content)
         if result.is_error:
             raise RuntimeError(text)
         return text
 
-    def _reopen(self, opening: Future[_Session], error: Exception) -> ToolLost:
-        """What a call raises that ``opening``'s session has failed with ``error``."""
+    def _reopen_session(self, session_future: Future[_Session], error: Exception) -> ToolLost:
+        """Open the session again, unless another call has done so, and return the exception for a call that
+        failed with ``error`` in the session of ``session_future``."""
         with self._lock:
-            if self._opening is opening:
-                self._opening = self._open()
-        return ToolLost(f"{self._spec}: {_reason(error)}")
+            if self._session_future is session_future:
+                self._session_future = self._open_session()
+        return ToolLost(f"{self._spec}: {_find_reason(error)}")
 
-    def _open(self) -> Future[_Session]:
-        opening = Future[_Session]()
-        holding = _hold(self._spec.removeprefix(PREFIX), self._errors, opening)
-        asyncio.run_coroutine_threadsafe(holding, self._loop)
-        return opening
+    def _open_session(self) -> Future[_Session]:
+        session_future = Future[_Session]()
+        session_task = _hold_session(self._spec.removeprefix(PREFIX), self._stderr, session_future)
+        asyncio.run_coroutine_threadsafe(session_task, self._loop)
+        return session_future
 
 
-async def _hold(where: str, errors: TextIO, opening: Future[_Session]) -> None:
-    """Open a session, give it to ``opening``, and keep it open in this task, as the library asks.
+async def _hold_session(address: str, stderr: TextIO, session_future: Future[_Session]) -> None:
+    """Open a session, set it as the result of ``session_future`` and keep it open in this task, as the
+    library requires.
 
-    ``where`` is an address, or the command of a process that speaks over its standard input and output.
+    ``address`` is a URL, or the command of a process that is served over its standard input and output.
     """
     try:
         from mcp import Client, StdioServerParameters, stdio_client
 
-        target: Any = where
-        if not where.startswith(("http://", "https://")):
-            command, *arguments = shlex.split(where)
-            target = stdio_client(StdioServerParameters(command=command, args=arguments), errors)
+        target: Any = address
+        if not address.startswith(("http://", "https://")):
+            command, *arguments = shlex.split(address)
+            target = stdio_client(StdioServerParameters(command=command, args=arguments), stderr)
         async with Client(target, read_timeout_seconds=CALL_S) as client:
             page = await client.list_tools()
             tools = page.tools
             while page.next_cursor:
                 page = await client.list_tools(cursor=page.next_cursor)
                 tools = [*tools, *page.tools]
-            opening.set_result(_Session(client, tuple(tools)))
+            session_future.set_result(_Session(client, tuple(tools)))
             await asyncio.Event().wait()
     except BaseException as error:
-        if not opening.done():
-            opening.set_exception(error)
+        if not session_future.done():
+            session_future.set_exception(error)
         raise
 
 
-def _run(loop: asyncio.AbstractEventLoop) -> None:
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
     loop.run_forever()
     loop.close()
 
 
-def _end(loop: asyncio.AbstractEventLoop) -> None:
+def _end_loop(loop: asyncio.AbstractEventLoop) -> None:
     """End the sessions of ``loop``, then the loop."""
 
-    async def end() -> None:
+    async def end_sessions() -> None:
         sessions = asyncio.all_tasks() - {asyncio.current_task()}
         for session in sessions:
             session.cancel()
         await asyncio.gather(*sessions, return_exceptions=True)
         loop.stop()
 
-    asyncio.run_coroutine_threadsafe(end(), loop)
+    asyncio.run_coroutine_threadsafe(end_sessions(), loop)
 
 
-def _schema(tool: Any) -> Mapping[str, Any]:
+def _make_schema(tool: Any) -> Mapping[str, Any]:
     function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
     return {"type": "function", "function": function}
 
 
-def _reason(error: BaseException) -> str:
-    """The innermost failure: task groups wrap it."""
+def _find_reason(error: BaseException) -> str:
+    """Describe the innermost exception: task groups wrap it."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return f"{type(error).__name__}: {error}".rstrip(": ")

@@ -1,8 +1,8 @@
-"""Several tasks mixed into one stream by weight: which task a place belongs to, and which of its prompts.
+"""Mix several tasks into one stream by weight: the task of each place, and the place in that task.
 
-Places step around a circle by the golden ratio, and each task has an arc as long as its share: every stretch
-of the stream has each task nearly as often as its weight says (a low-discrepancy sequence). All arithmetic is
-in integers modulo 2^64, and the result a function of (seed, index) alone:
+Places step around a circle by the golden ratio, and each task has an arc as long as its share: in every
+stretch of the stream the share of each task is close to its weight (a low-discrepancy sequence). All
+arithmetic is in integers modulo 2^64, and the result is a function of (seed, index) alone:
 
     place     0  1  2  3  4  5  6  7  8  9        weights 2 and 1, seed 0
     prompt    a0 a1 b0 a2 b1 a3 a4 b2 a5 a6       of the task's own stream
@@ -26,35 +26,36 @@ SLACK = 16  # places; in any stretch, a task falls short of its share by less th
 
 
 def arcs(weights: Sequence[float]) -> list[int]:
-    """Where each task's arc ends, on a circle of length CIRCLE; the first arc begins at 0."""
-    total, ends, so_far = sum(map(Fraction, weights)), list[int](), Fraction(0)
+    """Return the end of each task's arc, on a circle of length CIRCLE; the first arc begins at 0."""
+    total, ends, cumulative = sum(map(Fraction, weights)), list[int](), Fraction(0)
     for weight in weights:
-        so_far += Fraction(weight)
-        ends.append(round(CIRCLE * so_far / total))
+        cumulative += Fraction(weight)
+        ends.append(round(CIRCLE * cumulative / total))
     return ends
 
 
 def turn(seed: int, ends: Sequence[int], index: int) -> tuple[int, int]:
-    """(task number, place in that task's own stream) of place ``index`` in a mixture with these ``arcs``: the
-    task whose arc contains start + index * STEP, and the number of earlier places on the same arc."""
-    task = bisect_right(ends, (_start(seed) + index * STEP) % CIRCLE)
+    """Return (task number, place in that task's own stream) of place ``index`` in a mixture whose ``arcs``
+    have these ``ends``: the task whose arc contains start + index * STEP, and the number of earlier places on
+    the same arc."""
+    task = bisect_right(ends, (_hash_start(seed) + index * STEP) % CIRCLE)
     return task, count_before(seed, ends, task, index)
 
 
 def count_before(seed: int, ends: Sequence[int], task: int, count: int) -> int:
-    """How many of the first ``count`` places belong to ``task``. Points below c on the circle are counted by
-    a sum: x mod m < c exactly where floor(x / m) is greater by 1 than floor((x - c) / m)."""
+    """Return how many of the first ``count`` places belong to ``task``. Points below c on the circle are
+    counted by a sum: x mod m < c exactly where floor(x / m) is greater by 1 than floor((x - c) / m)."""
     begin = ends[task - 1] if task else 0
-    to_end, to_begin = (_floor_sum(count, _start(seed) + CIRCLE - end) for end in (ends[task], begin))
-    return to_begin - to_end
+    end_sum, begin_sum = (_sum_floors(count, _hash_start(seed) + CIRCLE - end) for end in (ends[task], begin))
+    return begin_sum - end_sum
 
 
-def _start(seed: int) -> int:
+def _hash_start(seed: int) -> int:
     return int.from_bytes(hashlib.sha256(f"mixture/{seed}".encode()).digest()[:8], "big")
 
 
-def _floor_sum(count: int, start: int) -> int:
-    """Sum of floor((STEP * i + start) / CIRCLE) over i below ``count``, by Euclid's algorithm."""
+def _sum_floors(count: int, start: int) -> int:
+    """Return the sum of floor((STEP * i + start) / CIRCLE) over i below ``count``, by Euclid's algorithm."""
     total, a, b, m = 0, STEP, start, CIRCLE
     while True:
         total += count * (count - 1) // 2 * (a // m) + count * (b // m)
@@ -66,13 +67,13 @@ def _floor_sum(count: int, start: int) -> int:
 
 
 def shares(weights: Mapping[str, float]) -> dict[str, float]:
-    """The share of all places that each task has, by name."""
+    """Return the share of all places of each task, by name."""
     total = math.fsum(weights.values())
     return {name: weight / total for name, weight in weights.items()}
 
 
 def counts(weights: Mapping[str, float], seed: int, n: int) -> dict[str, int]:
-    """How many of the first ``n`` places each task has, at least 1 each."""
+    """Return how many of the first ``n`` places each task has, at least 1 each."""
     ends = arcs(list(weights.values()))
     return {name: max(1, count_before(seed, ends, number, n)) for number, name in enumerate(weights)}
 
@@ -101,7 +102,7 @@ class Mixture:
 
 
 def label_prompts(prompts: Sequence[Prompt], task: str) -> list[Prompt]:
-    """The prompts, labelled with ``task``, also in their uids: two tasks may have the same prompt."""
+    """Label the prompts with ``task``, also in their uids, since two tasks may have the same prompt."""
     return (
         [replace(prompt, uid=f"{task}/{prompt.uid}", task=task) for prompt in prompts] if task else [*prompts]
     )

@@ -1,4 +1,4 @@
-"""Where prompts come from: ``load_tasks`` reads a source by name, ``Rows`` makes an endless stream of it."""
+"""Sources of prompts: ``load_tasks`` reads a source by name, ``Rows`` makes an endless stream of it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def load_tasks(
     params: Mapping[str, Any] | None = None,
     system_prompt: str = "",
 ) -> list[Prompt]:
-    """The prompts of ``split`` ("train" or "eval") of a source; ``n`` None means all rows of a file.
+    """Load the prompts of ``split`` ("train" or "eval") of a source; ``n`` None means all rows of a file.
 
     - ``arithmetic``: the procedural family of ``env.arithmetic``
     - ``gym:<name>``: any task of reasoning_gym
@@ -69,8 +69,8 @@ def load_tasks(
     - a path to a .jsonl (or .jsonl.gz), .csv or .parquet file, or to a folder written by ``save_to_disk`` of
       ``datasets``
 
-    Procedural sources give exactly ``n`` distinct prompts; which split a problem belongs to is decided by
-    its own text, so the splits are disjoint for every seed and size. A file with more than ``n`` rows gives
+    Procedural sources give exactly ``n`` distinct prompts. The text of a problem decides its split, so the
+    splits are disjoint for every seed and size. A file with more than ``n`` rows gives
     a subset that depends on ``seed``, in the file's order; for files see ``rows.read`` and
     ``check_disjoint``. ``params`` are the source's own. ``system_prompt`` opens every chat.
 
@@ -90,17 +90,19 @@ def load_tasks(
 def check_disjoint(train: Sequence[Prompt], evaluation: Sequence[Prompt]) -> None:
     """Raise ValueError when an evaluation prompt, by uid or by content, is also trained on."""
     uids = {prompt.uid for prompt in train}
-    contents = {_content(prompt) for prompt in train}
-    shared = [prompt.where for prompt in evaluation if prompt.uid in uids or _content(prompt) in contents]
-    if shared:
+    contents = {_join_content(prompt) for prompt in train}
+    duplicates = [
+        prompt.where for prompt in evaluation if prompt.uid in uids or _join_content(prompt) in contents
+    ]
+    if duplicates:
         raise ValueError(
-            f"{len(shared)} of {len(evaluation)} evaluation prompts are also in the training data "
-            f"(the first is {shared[0]}); set task.params.holdout to the share to hold out, e.g. 0.1"
+            f"{len(duplicates)} of {len(evaluation)} evaluation prompts are also in the training data "
+            f"(the first is {duplicates[0]}); set task.params.holdout to the share to hold out, e.g. 0.1"
         )
 
 
-def _content(prompt: Prompt) -> str:
-    """The text without its system messages, which may differ between the splits."""
+def _join_content(prompt: Prompt) -> str:
+    """Return the text of a prompt without system messages, which may differ between the splits."""
     if prompt.messages is None:
         return prompt.text or ""
     lines = [
@@ -144,14 +146,15 @@ def check_params(
 
 
 def choose_subset(rows: list[T], seed: int, n: int | None) -> list[T]:
-    """``n`` rows chosen by ``seed``, in their original order; all if there are no more than ``n``."""
+    """Return ``n`` rows drawn by ``seed``, in their original order; all if there are no more than ``n``."""
     if n is None or n >= len(rows):
         return rows
     return [rows[k] for k in sorted(order(seed, SUBSET_EPOCH, len(rows))[:n].tolist())]
 
 
 def add_system_prompt(prompt: Prompt, system_prompt: str) -> Prompt:
-    """A chat that begins with ``system_prompt``; a text is what the user says in it."""
+    """Return a chat that begins with ``system_prompt``; a text prompt becomes the user's message. Raises
+    ValueError where the chat has a system message."""
     prompt = rows.to_chat(prompt)
     assert prompt.messages is not None
     if prompt.messages[0]["role"] == "system":

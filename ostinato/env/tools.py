@@ -1,4 +1,4 @@
-"""Tools that a policy calls: what a prompt says of them, running them, and looking them up by name.
+"""Tools that a policy calls: their schemas in a prompt, running them, and looking them up by name.
 
 Tools are trusted code that runs in a thread of this process. A tool that exceeds its limit is ended where it
 runs Python, and abandoned where it waits in C; one that never releases the GIL (a C loop) blocks the process.
@@ -54,10 +54,10 @@ class Toolbox:
         return len(self._tools)
 
     async def replies(self, answer: str) -> list[Message]:
-        """The replies to the calls in an answer, as messages; empty where it has none."""
+        """Run the calls of an answer and return the replies as messages; empty where there are no calls."""
         calls = parse_calls(answer, self._tools) if self._tools else []
         replies: list[dict[str, Any]] = [
-            {"role": "tool", "content": self._replace_surrogates(await self._reply(call))}
+            {"role": "tool", "content": self._replace_surrogates(await self._run_call(call))}
             for call in calls[:MAX_CALLS]
         ]
         if len(calls) > MAX_CALLS:
@@ -70,51 +70,51 @@ class Toolbox:
         """The tools as chat templates and OpenAI's clients write them."""
         return tuple(schema_of(name, tool) for name, tool in self._tools.items())
 
-    async def _reply(self, call: Call) -> str:
+    async def _run_call(self, call: Call) -> str:
         self.counters["tools/calls"] += 1
         if call.error:
-            return self._error("unreadable", call.error)
+            return self._count_error("unreadable", call.error)
         if call.name not in self._tools:
-            return self._error(
+            return self._count_error(
                 "unknown", f"there is no function {call.name!r}, only {', '.join(self._tools)}."
             )
         tool, arguments = self._tools[call.name], call.arguments or {}
         try:
             inspect.signature(tool).bind(**arguments)
         except TypeError as error:
-            return self._error("unreadable", f"{call.name}: {error}.")
+            return self._count_error("unreadable", f"{call.name}: {error}.")
         try:
             text = str(await call_in_time(tool, arguments, self._tool_timeout_s))
         except TimeoutError:
-            return self._error("timeout", f"{call.name} gave no result in {self._tool_timeout_s:g} s.")
+            return self._count_error("timeout", f"{call.name} gave no result in {self._tool_timeout_s:g} s.")
         except mcp_tools.ToolLost:
             raise
         except Exception as error:  # a user's code: the policy reads its failure
-            return self._error("raised", f"{call.name}: {type(error).__name__}: {error}")
+            return self._count_error("raised", f"{call.name}: {type(error).__name__}: {error}")
         if len(text) > MAX_REPLY_CHARS:
             self.counters["tools/cut"] += 1
             text = f"{text[:MAX_REPLY_CHARS]}... ({len(text)} characters in all)"
         return text
 
     def _replace_surrogates(self, text: str) -> str:
-        """Lone surrogates replaced: no tokenizer takes them, and a tool can return one (``"\\ud83d"``)."""
+        """Replace lone surrogates, which a tool can return (``"\\ud83d"``) and no tokenizer takes."""
         readable = replace_surrogates(text)
         if readable != text:
             self.counters["tools/replaced"] += 1
         return readable
 
-    def _error(self, kind: str, sentence: str) -> str:
+    def _count_error(self, kind: str, sentence: str) -> str:
         self.counters[f"tools/{kind}"] += 1
         return f"Error: {sentence[:MAX_REPLY_CHARS]}"
 
 
 async def call_in_time(tool: Tool, arguments: Mapping[str, Any], timeout_s: float) -> Any:
-    """The tool's result. Raises TimeoutError after ``timeout_s``; what it still does in Python ends then, a
-    call that waits in C is left to itself."""
-    running, lock = list[int](), threading.Lock()
+    """Return the tool's result. Raises TimeoutError after ``timeout_s``; the tool's Python code is ended
+    then, and a call that waits in C is abandoned."""
+    threads, lock = list[int](), threading.Lock()
 
-    def work() -> Any:
-        running.append(threading.get_ident())
+    def run_tool() -> Any:
+        threads.append(threading.get_ident())
         try:
             return tool(**arguments)
         except BaseException as error:  # SystemExit is the tool's failure; TimeoutError means our limit
@@ -122,35 +122,36 @@ async def call_in_time(tool: Tool, arguments: Mapping[str, Any], timeout_s: floa
                 raise
             raise RuntimeError(f"{type(error).__name__}: {error}") from error
         finally:
-            with lock:  # the id may be another thread's next
-                running.clear()
+            with lock:  # a later thread may get the same id
+                threads.clear()
 
     try:
-        return await asyncio.wait_for(in_thread(work), timeout_s)
+        return await asyncio.wait_for(in_thread(run_tool), timeout_s)
     except TimeoutError:
         with lock:
-            for thread in running:
+            for thread in threads:
                 end_python(thread)
         raise
 
 
 def schema_of(name: str, tool: Tool) -> dict[str, Any]:
-    """``tool`` as a function of OpenAI's API: its attribute ``schema``, else a JSON schema of its signature,
-    described by its docstring (the first paragraph, and of ``Args:`` the lines ``name: what it is``)."""
+    """Describe ``tool`` as a function of OpenAI's API: its attribute ``schema``, else a JSON schema of its
+    signature, described by its docstring (the first paragraph, and of ``Args:`` the lines ``name: what it
+    is``)."""
     if hasattr(tool, "schema"):
         return dict(tool.schema)
     try:
         hints = get_type_hints(tool)
-    except Exception:  # a user's code: an annotation may name what is not there
+    except Exception:  # a user's code: an annotation may name a type that does not exist
         hints = {}
-    summary, described = _parse_docstring(inspect.getdoc(tool) or "")
+    summary, descriptions = _parse_docstring(inspect.getdoc(tool) or "")
     fields, required = dict[str, Any](), list[str]()
     for field, parameter in inspect.signature(tool).parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
-        fields[field] = _type_schema(hints.get(field, Any))
-        if field in described:
-            fields[field]["description"] = described[field]
+        fields[field] = _make_type_schema(hints.get(field, Any))
+        if field in descriptions:
+            fields[field]["description"] = descriptions[field]
         if parameter.default is parameter.empty:
             required.append(field)
     parameters = {"type": "object", "properties": fields, **({"required": required} if required else {})}
@@ -159,7 +160,7 @@ def schema_of(name: str, tool: Tool) -> dict[str, Any]:
 
 
 def _parse_docstring(text: str) -> tuple[str, dict[str, str]]:
-    """(the first paragraph, descriptions of arguments) of a docstring."""
+    """Return (the first paragraph, the descriptions of arguments) of a docstring."""
     summary = " ".join(text.partition("\n\n")[0].split())
     arguments = re.search(r"^Args:\n((?:[ \t]+.*\n?|\n)+)", text, re.MULTILINE)
     descriptions = re.findall(
@@ -168,17 +169,17 @@ def _parse_docstring(text: str) -> tuple[str, dict[str, str]]:
     return summary.partition(" Args:")[0], dict(descriptions)
 
 
-def _type_schema(hint: Any) -> dict[str, Any]:
-    """JSON schema of a type; {} for one that is not of JSON."""
+def _make_type_schema(hint: Any) -> dict[str, Any]:
+    """Return the JSON schema of a type; {} for a type that JSON does not have."""
     origin, arguments = get_origin(hint), get_args(hint)
     if hint in _JSON_TYPES:
         return {"type": _JSON_TYPES[hint]}
     if origin is Literal:
         return {"enum": list(arguments)}
     if origin in (Union, UnionType):
-        return {"anyOf": [_type_schema(argument) for argument in arguments]}
+        return {"anyOf": [_make_type_schema(argument) for argument in arguments]}
     if origin in (list, tuple, Sequence):
-        return {"type": "array", "items": _type_schema(arguments[0])}
+        return {"type": "array", "items": _make_type_schema(arguments[0])}
     return {"type": "object"} if origin in (dict, Mapping) else {}
 
 
@@ -203,25 +204,25 @@ def calculator(expression: str) -> str:
         raise ValueError(
             f"the expression has {len(expression)} characters, at most {MAX_EXPRESSION_CHARS} are read"
         )
-    return str(_value(ast.parse(expression.strip(), mode="eval").body))
+    return str(_evaluate(ast.parse(expression.strip(), mode="eval").body))
 
 
-def _value(node: ast.expr) -> int | float:
+def _evaluate(node: ast.expr) -> int | float:
     match node:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
             return number
         case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return -_value(operand)
+            return -_evaluate(operand)
         case ast.UnaryOp(op=ast.UAdd(), operand=operand):
-            return _value(operand)
+            return _evaluate(operand)
         case ast.BinOp(left=left, op=ast.Pow(), right=right):
-            return _power(_value(left), _value(right))
+            return _raise_to_power(_evaluate(left), _evaluate(right))
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
-            return _BINARY[type(op)](_value(left), _value(right))
+            return _BINARY[type(op)](_evaluate(left), _evaluate(right))
     raise ValueError(f"{ast.unparse(node)!r} is no arithmetic; use numbers, + - * / // % ** and parentheses")
 
 
-def _power(base: int | float, exponent: int | float) -> int | float:
+def _raise_to_power(base: int | float, exponent: int | float) -> int | float:
     if isinstance(base, int) and base.bit_length() * abs(exponent) > MAX_BITS:
         raise ValueError(f"{base} ** {exponent} is too large")
     result = base**exponent
@@ -234,20 +235,22 @@ BUILT_IN: dict[str, Tool] = {"calculator": calculator}
 
 
 def resolve_tools(specs: Sequence[str]) -> dict[str, Tool]:
-    """Tools by name: a built-in (``calculator``), ``module:function``, ``path.py:function``, and all those of
-    an MCP server ("mcp:COMMAND", "mcp:https://..."), which is started.
+    """Return tools by name. A spec is a built-in (``calculator``), ``module:function``, ``path.py:function``,
+    or an MCP server ("mcp:COMMAND", "mcp:https://..."), which is started and gives all its tools.
 
     Raises ValueError with one sentence.
     """
     tools = dict[str, Tool]()
     for spec in specs:
         if spec.startswith(mcp_tools.PREFIX):
-            new: Mapping[str, Tool] = mcp_tools.McpServer(spec).tools
+            new_tools: Mapping[str, Tool] = mcp_tools.McpServer(spec).tools
         else:
-            new = {spec.rpartition(":")[2]: BUILT_IN.get(spec) or _import_tool(spec)}
-        if twice := sorted(tools.keys() & new):
-            raise ValueError(f"task.tools has {twice[0]!r} twice, the second time from {spec!r}; drop one")
-        tools |= new
+            new_tools = {spec.rpartition(":")[2]: BUILT_IN.get(spec) or _import_tool(spec)}
+        if duplicates := sorted(tools.keys() & new_tools):
+            raise ValueError(
+                f"task.tools has {duplicates[0]!r} twice, the second time from {spec!r}; drop one"
+            )
+        tools |= new_tools
     return tools
 
 
