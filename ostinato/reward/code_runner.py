@@ -5,11 +5,12 @@
                       "started"  <--
                                        execute the tests; names of
                                        the code are ``Remote``    <-> (operation, operands), (done, value)
-         "passed", or why not    <--   "refused", and why, instead of both: tests that do not compile
+         "passed", or the cause  <--   "refused" and the cause, for tests that do not compile
 
-The code has no object of the tests' process, and no way to the reward worker: its values come as plain
-data, everything else stays with it as a ``Remote``. So it cannot write the verdict, be equal to everything,
-or replace what the tests call; and how its process ends says nothing. What remains: docs/security.md.
+The code has no object of the tests' process, and no way to the reward worker: its values come as plain data,
+and all others stay in its process and are a ``Remote`` here. So the code cannot write the verdict, be equal
+to everything, or replace the functions that the tests call, and the exit status of its process has no effect.
+The remaining risks are in docs/security.md.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ MORE = (
     *(datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone),
     *(decimal.Decimal, fractions.Fraction),
 )
-PLAIN = {(one.__module__, one.__qualname__): one for one in (*BASIC, *MORE)}
+PLAIN = {(kind.__module__, kind.__qualname__): kind for kind in (*BASIC, *MORE)}
 BASES = (bool, int, float, complex, str, bytes, bytearray, tuple, list, dict, set, frozenset)
 OPERATIONS: dict[str, Callable[..., Any]] = {
     "call": lambda function, arguments, named: function(*arguments, **named),
@@ -77,7 +78,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 
 
 class AnswerError(Exception):
-    """The answer's code raised or ended, or what it sent is no reply."""
+    """The answer's code raised or ended, or sent something that is no reply."""
 
 
 def send(sock: socket.socket, data: bytes) -> None:
@@ -85,14 +86,14 @@ def send(sock: socket.socket, data: bytes) -> None:
 
 
 def receive(sock: socket.socket) -> bytes:
-    """Raises EOFError without a peer, and for a frame that is too long."""
-    (length,) = LENGTH.unpack(_exactly(sock, LENGTH.size))
+    """Read one frame. Raises EOFError without a peer, and for a frame that is too long."""
+    (length,) = LENGTH.unpack(_read_exactly(sock, LENGTH.size))
     if length > MAX_FRAME:
         raise EOFError(f"a value of {length} bytes")
-    return _exactly(sock, length)
+    return _read_exactly(sock, length)
 
 
-def _exactly(sock: socket.socket, count: int) -> bytes:
+def _read_exactly(sock: socket.socket, count: int) -> bytes:
     data = bytearray()
     while len(data) < count:
         if not (chunk := sock.recv(min(count - len(data), 1 << 20))):
@@ -139,22 +140,22 @@ class Answer:
     """The process that executes an answer's code."""
 
     def __init__(self) -> None:
-        """Raises OSError where it does not start."""
-        self._socket, theirs = socket.socketpair()
+        """Start the process. Raises OSError where it does not start."""
+        self._socket, child_socket = socket.socketpair()
         self._remotes: dict[int, Remote] = {}
-        with theirs:
-            command = [sys.executable, "-s", "-P", __file__, "answer", str(theirs.fileno())]
-            subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        with child_socket:
+            command = [sys.executable, "-s", "-P", __file__, "answer", str(child_socket.fileno())]
+            subprocess.Popen(command, pass_fds=[child_socket.fileno()], stdin=subprocess.DEVNULL)
         try:
             receive(self._socket)
         except EOFError as error:
             raise OSError(str(error)) from error
 
     def load(self, code: str) -> dict[str, Any]:
-        """Executes the code. Returns the names that it defines; standard modules are those of this process,
+        """Execute the code and return the names that it defines. Standard modules are those of this process,
         which the code cannot have changed."""
         send(self._socket, code.encode("utf-8", "surrogatepass"))
-        names: dict[str, Any] = self._reply()
+        names: dict[str, Any] = self._receive_reply()
         standard = {name: importlib.import_module(name) for name in names if name in sys.stdlib_module_names}
         return names | standard
 
@@ -162,39 +163,39 @@ class Answer:
         data = io.BytesIO()
         _RemotePickler(data).dump((operation, operands))
         send(self._socket, data.getvalue())
-        return self._reply()
+        return self._receive_reply()
 
-    def _reply(self) -> Any:
-        """Raises what the code raised, where that is a built-in exception, else AnswerError."""
+    def _receive_reply(self) -> Any:
+        """The value of a reply. Raises the code's exception where that is a built-in, else AnswerError."""
         try:
-            done, value = _PlainUnpickler(receive(self._socket), self._remote).load()
+            is_value, value = _PlainUnpickler(receive(self._socket), self._get_remote).load()
         except (EOFError, OSError) as error:
             raise AnswerError(str(error)) from error
-        if done:
+        if is_value:
             return value
         kind, text = map(str, value)
-        known = getattr(builtins, kind, None)
-        if isinstance(known, type) and issubclass(known, Exception):
-            raise known(text)
+        exception = getattr(builtins, kind, None)
+        if isinstance(exception, type) and issubclass(exception, Exception):
+            raise exception(text)
         raise AnswerError(f"{kind}: {text}")
 
-    def _remote(self, number: int) -> Remote:
+    def _get_remote(self, number: int) -> Remote:
         return self._remotes.setdefault(number, Remote(self, number))
 
 
 class _RemotePickler(pickle.Pickler):
-    """Of operands: of a value that stays with the answer its number."""
+    """Pickles operands. A ``Remote`` is pickled as its number."""
 
     def persistent_id(self, obj: Any) -> int | None:
         return obj._number if type(obj) is Remote else None
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Of values that the answer's process sent: plain types alone can come out of it."""
+    """Unpickles values from the answer's process. The result has only plain types and ``Remote``s."""
 
     def __init__(self, data: bytes, remote: Callable[[int], Remote]) -> None:
         super().__init__(io.BytesIO(data))
-        self._remote = remote
+        self._get_remote = remote
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in PLAIN:
@@ -202,75 +203,78 @@ class _PlainUnpickler(pickle.Unpickler):
         return PLAIN[module, name]
 
     def persistent_load(self, pid: Any) -> Remote:
-        return self._remote(operator.index(pid))
+        return self._get_remote(operator.index(pid))
 
 
 def run_tests(job: dict[str, Any], tell: Callable[[str], None]) -> str:
-    """Returns "passed", or why not. Raises SyntaxError for tests that do not compile, and OSError where no
-    process can be started."""
-    before, tests = ([compile(one, "<tests>", "exec") for one in job[key]] for key in ("before", "tests"))
-    used = {name for code in tests for name in code.co_names}
+    """Run the tests. Returns "passed", or the cause of the failure. Raises SyntaxError for tests that do not
+    compile, and OSError where no process can be started."""
+    setup, tests = (
+        [compile(source, "<tests>", "exec") for source in job[key]] for key in ("before", "tests")
+    )
+    test_names = {name for code in tests for name in code.co_names}
     answer = Answer()
     tell("started")
     try:
         names = answer.load(job["code"])
-        found = {"__name__": "tests", **_without_builtins(names, used)}
-        for code in before:
-            exec(code, found)
+        namespace = {"__name__": "tests", **_drop_builtins(names, test_names)}
+        for code in setup:
+            exec(code, namespace)
         if job["entry_point"]:
-            found[job["entry_point"]] = names[job["entry_point"]]
+            namespace[job["entry_point"]] = names[job["entry_point"]]
         for code in tests:
-            exec(code, found)
-    except BaseException as error:  # the tests' assertions, what the answer raised, an end that it asked for
+            exec(code, namespace)
+    except BaseException as error:  # a failed assertion, an exception of the answer, or SystemExit
         return f"{type(error).__name__}: {error}"[:MAX_WHY]
     return "passed"
 
 
-def _without_builtins(names: dict[str, Any], used: set[str]) -> dict[str, Any]:
-    """An answer's names without those of built-in functions, so that ``set(f(x))`` calls ours; but with them
-    where the tests (``used``: their names) have no other: they are about a function of that name."""
-    own = {name: value for name, value in names.items() if not hasattr(builtins, name)}
-    return own if own.keys() & used else names
+def _drop_builtins(names: dict[str, Any], test_names: set[str]) -> dict[str, Any]:
+    """Return an answer's names without those of built-in functions, so that ``set(f(x))`` calls the built-in.
+    Where the tests use none of the other names, return all: then the tests are about a function of such a
+    name."""
+    other_names = {name: value for name, value in names.items() if not hasattr(builtins, name)}
+    return other_names if other_names.keys() & test_names else names
 
 
-def _tests_main() -> None:
+def _serve_tests() -> None:
     libc = ctypes.CDLL(None)
     if sys.platform == "linux":
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # the answer's process cannot read or trace this one
-        libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what the answer starts can be found
-    verdicts, nowhere = os.fdopen(os.dup(1), "w"), os.open(os.devnull, os.O_RDWR)
+        libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # then processes that the answer starts can be found
+    verdicts, null = os.fdopen(os.dup(1), "w"), os.open(os.devnull, os.O_RDWR)
     for fd in (1, 2):
-        os.dup2(nowhere, fd)
+        os.dup2(null, fd)
 
     def tell(line: str) -> None:
         print(json.dumps(line), file=verdicts, flush=True)
 
     job = json.loads(sys.stdin.readline())
     seconds = math.ceil(job["limit_s"]) + 1
-    for limit, most in (
+    for limit, maximum in (
         (resource.RLIMIT_AS, job["memory"]),
         (resource.RLIMIT_CPU, seconds),
         (resource.RLIMIT_FSIZE, MAX_FILE),
         (resource.RLIMIT_CORE, 0),
     ):
         _, hard = resource.getrlimit(limit)
-        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        with contextlib.suppress(OSError, ValueError):  # systems that do not know a limit
-            resource.setrlimit(limit, (most, most))
+        maximum = maximum if hard == resource.RLIM_INFINITY else min(maximum, hard)
+        with contextlib.suppress(OSError, ValueError):  # a system may not have a limit
+            resource.setrlimit(limit, (maximum, maximum))
     try:
         tell(run_tests(job, tell))
-    except (SyntaxError, ValueError) as error:  # of the tests
+    except (SyntaxError, ValueError) as error:  # the tests do not compile
         tell("refused")
         tell(str(error))
-    sys.stdin.read()  # until it is ended, with what the answer has left behind
+    sys.stdin.read()  # wait until the reward worker ends this process and its descendants
 
 
 # ---- the process of the answer
 
 
 class _PlainPickler(pickle.Pickler):
-    """Of values for the tests: of what is no plain data its number in ``kept``."""
+    """Pickles values for the tests. A value that is no plain data is pickled as its number in ``kept``."""
 
     def __init__(self, data: io.BytesIO, kept: list[Any]) -> None:
         super().__init__(data)
@@ -279,27 +283,27 @@ class _PlainPickler(pickle.Pickler):
     def persistent_id(self, obj: Any) -> int | None:
         kind = type(obj)
         is_plain = kind in BASIC or kind in MORE or isinstance(obj, BASES) or kind.__module__ == "numpy"
-        if is_plain or any(obj is one for one in PLAIN.values()):
+        if is_plain or any(obj is value for value in PLAIN.values()):
             return None
-        known = (number for number, one in enumerate(self._kept) if one is obj)
-        if (number := next(known, None)) is None:
+        numbers = (number for number, value in enumerate(self._kept) if value is obj)
+        if (number := next(numbers, None)) is None:
             number = len(self._kept)
             self._kept.append(obj)
         return number
 
     def reducer_override(self, obj: Any) -> Any:
-        """Instances of subclasses (a named tuple) and numpy's values as what they are made of."""
+        """Reduce instances of subclasses (a named tuple) to their base class, and numpy's to Python's."""
         if type(obj) in BASIC or type(obj) in MORE or isinstance(obj, type):
             return NotImplemented
         if type(obj).__module__ == "numpy":
             return type(obj.tolist()), (obj.tolist(),)
         values: Any = obj
-        base: Any = next(one for one in BASES if isinstance(obj, one))
+        base: Any = next(kind for kind in BASES if isinstance(obj, kind))
         return base, (list(values) if base in (tuple, list, set, frozenset) else base(obj),)
 
 
-class _KeptUnpickler(pickle.Unpickler):
-    """Of operands from the tests, which are trusted."""
+class _OperandUnpickler(pickle.Unpickler):
+    """Unpickles operands from the tests, which are trusted."""
 
     def __init__(self, data: bytes, kept: list[Any]) -> None:
         super().__init__(io.BytesIO(data))
@@ -309,41 +313,41 @@ class _KeptUnpickler(pickle.Unpickler):
         return self._kept[pid]
 
 
-def _answer_main(fd: int) -> None:
+def _serve_answer(fd: int) -> None:
     sock = socket.socket(fileno=fd)
     send(sock, b"ready")
-    kept: list[Any] = []
+    objects: list[Any] = []
     module = types.ModuleType("answer")
     sys.modules["answer"] = module
 
     def reply(compute: Callable[[], Any]) -> None:
         data = io.BytesIO()
         try:
-            _PlainPickler(data, kept).dump((True, compute()))
-        except BaseException as error:  # whatever the code does is its own
+            _PlainPickler(data, objects).dump((True, compute()))
+        except BaseException as error:  # any failure of the code is sent to the tests
             data = io.BytesIO(pickle.dumps((False, [type(error).__name__, str(error)[:MAX_WHY]])))
         send(sock, data.getvalue())
 
-    def names() -> dict[str, Any]:
+    def execute_code() -> dict[str, Any]:
         exec(compile(receive(sock), "<answer>", "exec"), module.__dict__)
-        known = {name: value for name, value in vars(module).items() if not name.startswith("__")}
-        is_module = {name: isinstance(value, types.ModuleType) for name, value in known.items()}
-        return {name: None if is_module[name] else value for name, value in known.items()}
+        values = {name: value for name, value in vars(module).items() if not name.startswith("__")}
+        is_module = {name: isinstance(value, types.ModuleType) for name, value in values.items()}
+        return {name: None if is_module[name] else value for name, value in values.items()}
 
-    def computed() -> Any:
-        operation, operands = _KeptUnpickler(receive(sock), kept).load()
+    def run_operation() -> Any:
+        operation, operands = _OperandUnpickler(receive(sock), objects).load()
         return OPERATIONS[operation](*operands)
 
     try:
-        reply(names)
+        reply(execute_code)
         while True:
-            reply(computed)
+            reply(run_operation)
     except (EOFError, OSError):
         os._exit(0)
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["answer"]:
-        _answer_main(int(sys.argv[2]))
+        _serve_answer(int(sys.argv[2]))
     else:
-        _tests_main()
+        _serve_tests()

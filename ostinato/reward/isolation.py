@@ -45,14 +45,14 @@ PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
 CAPABILITIES_3 = 0x20080522
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 SHM = "/dev/shm"  # semaphores of multiprocessing
-SOCKETS = ("/run/docker.sock", "/var/run/docker.sock")  # mounted from outside, so in no list
+SOCKETS = ("/run/docker.sock", "/var/run/docker.sock")  # may be mounted from outside: /proc lists them not
 
 LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
 WRITE_FILE, TRUNCATE, IOCTL_DEV = 1 << 1, 1 << 14, 1 << 15
 CHANGE = sum(1 << bit for bit in (*range(4, 14),)) | WRITE_FILE | TRUNCATE  # make, remove, move, link
 
 AUDIT_ARCH = {"x86_64": (0xC000003E, 41), "aarch64": (0xC00000B7, 198)}  # and the number of socket(2)
-IO_URING_SETUP, X32 = 425, 0x40000000  # both open sockets without socket(2)
+IO_URING_SETUP, X32 = 425, 0x40000000  # both can open sockets without socket(2)
 ALLOW, REFUSE = 0x7FFF0000, 0x00050000 | 13  # EACCES
 
 WATCH_S = 0.5
@@ -69,28 +69,31 @@ def clean(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def means(folder: str) -> list[str]:
-    """The means that work here: "namespaces", or else those of "seccomp" and "landlock" that do. Each is
-    tried in a child; call it from a single-threaded process."""
+    """Return the means that work here: "namespaces", else those of "seccomp" and "landlock" that work. Each
+    is tried in a child, so the process must have a single thread."""
     if sys.platform != "linux":
         return []
-    if _works(lambda: _namespaces(folder)):
+    if _can_confine(lambda: _try_namespaces(folder)):
         return ["namespaces"]
-    tried: dict[str, Callable[[], None]] = {"seccomp": _seccomp, "landlock": lambda: _landlock(folder)}
-    return [name for name, confine in tried.items() if _works(confine)]
+    candidates: dict[str, Callable[[], None]] = {
+        "seccomp": _apply_seccomp,
+        "landlock": lambda: _apply_landlock(folder),
+    }
+    return [name for name, confine in candidates.items() if _can_confine(confine)]
 
 
 def left_open(used: Sequence[str]) -> list[str]:
-    """What reward code can still do when confined by the means ``used``, in words; empty if nothing."""
+    """Return, in words, what reward code can still do when confined by the means ``used``, if anything."""
     gaps = {
         "use the network": {"namespaces", "seccomp"},
         "write outside of their temporary folder": {"namespaces", "landlock"},
     }
-    found = [gap for gap, closed_by in gaps.items() if not closed_by & set(used)]
-    return found if sys.platform == "linux" else [*found, "leave processes behind"]
+    open_gaps = [gap for gap, closed_by in gaps.items() if not closed_by & set(used)]
+    return open_gaps if sys.platform == "linux" else [*open_gaps, "leave processes behind"]
 
 
 def refuse(left_open: Sequence[str]) -> None:
-    """Raises ValueError if anything is left open."""
+    """Raise ValueError if anything is left open."""
     if left_open:
         raise ValueError(
             f'reward.isolation is "strict", but on this machine rewards can {" and ".join(left_open)}: this '
@@ -99,62 +102,67 @@ def refuse(left_open: Sequence[str]) -> None:
 
 
 def enter(used: Sequence[str], folder: str, parent: int, close: Callable[[], None]) -> None:
-    """Forks and returns in a new, confined process. This one stays as its keeper: exits with its status, and
-    kills it when ``parent`` is gone. ``close`` runs in all others: only the new one may hold that open.
+    """Fork, and return in a new, confined process. The calling process stays as its keeper: it exits with the
+    status of the new process, and kills that when ``parent`` is gone. ``close`` runs in all processes but the
+    new one, which alone may keep the socket open.
 
-    Linux only; call it from a single-threaded process. Raises OSError.
+    Linux only. The calling process must have a single thread. Raises OSError.
     """
     if "namespaces" in used:
-        hidden = _unix_sockets()
-        _new_namespaces()
+        hidden = _list_unix_sockets()
+        _enter_namespaces()
         if not os.fork():
             close()
-            _idle()
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+            _wait_forever()
+    _call_prctl(PR_SET_CHILD_SUBREAPER, 1)
     if worker := os.fork():
         close()
-        _keep(worker, folder, parent)
-    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        _keep_worker(worker, folder, parent)
+    _call_prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if "namespaces" in used:
-        _mounts(folder, hidden)
+        _make_mounts(folder, hidden)
     _drop_capabilities()
     if "landlock" in used:
-        _landlock(folder)
+        _apply_landlock(folder)
     if "seccomp" in used:
-        _seccomp()
+        _apply_seccomp()
 
 
 def hide() -> None:
-    """Let no other process of this user read or trace this one, as long as it runs the same program."""
+    """Forbid this user's other processes to read or trace this process until it runs another program."""
     if sys.platform == "linux":
-        _prctl(PR_SET_DUMPABLE, 0)
+        _call_prctl(PR_SET_DUMPABLE, 0)
 
 
 def end_descendants(pid: int) -> None:
-    """Kill all descendants of a process, also those that left its group. It must be a subreaper."""
+    """Kill all descendants of a process, also those that left its group. The process must be a subreaper."""
     for _ in range(ROUNDS):
-        if not (found := _descendants(pid)):
+        if not (pids := _find_descendants(pid)):
             return
-        for one in found:
+        for descendant in pids:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(one, signal.SIGKILL)
+                os.kill(descendant, signal.SIGKILL)
 
 
 def summary() -> str:
-    """One line on the isolation that works on this machine, tried in a separate process."""
+    """Return a line on the isolation that works on this machine, tried in a separate process."""
     command = [sys.executable, "-P", __file__]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    if ran.returncode:
-        return f"unknown: {(ran.stderr.strip().splitlines() or ['no output'])[-1]}"
-    used = json.loads(ran.stdout)
-    by = " and ".join(used) or "cleaned environment alone"
-    return f"{by}; rewards can {' and '.join(gaps)}" if (gaps := left_open(used)) else f"complete, by {by}"
+    process = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    if process.returncode:
+        return f"unknown: {(process.stderr.strip().splitlines() or ['no output'])[-1]}"
+    used = json.loads(process.stdout)
+    means_text = " and ".join(used) or "cleaned environment alone"
+    return (
+        f"{means_text}; rewards can {' and '.join(gaps)}"
+        if (gaps := left_open(used))
+        else f"complete, by {means_text}"
+    )
 
 
 # ---- processes
 
 
-def _works(confine: Callable[[], None]) -> bool:
+def _can_confine(confine: Callable[[], None]) -> bool:
     child = os.fork()
     if not child:
         try:
@@ -165,22 +173,22 @@ def _works(confine: Callable[[], None]) -> bool:
     return os.waitpid(child, 0)[1] == 0
 
 
-def _idle() -> None:
-    """The first process of the namespace: orphans become its children, and the kernel reaps them."""
-    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+def _wait_forever() -> None:
+    """Wait forever as the first process of the namespace: the kernel reaps the orphans that it adopts."""
+    _call_prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
         signal.pause()
 
 
-def _keep(worker: int, folder: str, parent: int) -> None:
-    _prctl(PR_SET_DUMPABLE, 0)  # the worker cannot read or trace this process; no core dump
+def _keep_worker(worker: int, folder: str, parent: int) -> None:
+    _call_prctl(PR_SET_DUMPABLE, 0)  # the worker cannot read or trace this process; no core dump
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
     status = None
     while status is None and os.getppid() == parent:
         with contextlib.suppress(ChildProcessError):
-            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                status = ended[1] if ended[0] == worker else status
+            while (exited := os.waitpid(-1, os.WNOHANG))[0]:
+                status = exited[1] if exited[0] == worker else status
         if status is None:
             signal.sigtimedwait([signal.SIGCHLD], WATCH_S)
     end_descendants(os.getpid())
@@ -194,67 +202,67 @@ def _keep(worker: int, folder: str, parent: int) -> None:
     os._exit(os.waitstatus_to_exitcode(status or 0))
 
 
-def _descendants(pid: int) -> list[int]:
-    """The living descendants; zombies are left to their parents to reap."""
+def _find_descendants(pid: int) -> list[int]:
+    """Return the living descendants. Zombies are left to their parents to reap."""
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             state, parent = stat.read_text().rpartition(")")[2].split()[:2]
             if state not in "ZX":
                 children.setdefault(int(parent), []).append(int(stat.parent.name))
-    found = list(children.get(pid, ()))
-    for one in found:  # grows during the loop
-        found += children.get(one, ())
-    return found
+    pids = list(children.get(pid, ()))
+    for descendant in pids:  # the list grows during the loop
+        pids += children.get(descendant, ())
+    return pids
 
 
 # ---- namespaces
 
 
-def _namespaces(folder: str) -> None:
-    """The full setup, as a trial: the child that it forks is the first process of the namespace."""
-    hidden = _unix_sockets()
-    _new_namespaces()
+def _try_namespaces(folder: str) -> None:
+    """Try the full setup. The child that is forked is the first process of the namespace. Raises OSError."""
+    hidden = _list_unix_sockets()
+    _enter_namespaces()
 
-    def within() -> None:
-        _mounts(folder, hidden)
+    def confine() -> None:
+        _make_mounts(folder, hidden)
         _drop_capabilities()
 
-    if not _works(within):
+    if not _can_confine(confine):
         raise OSError("the mounts were refused")
 
 
-def _new_namespaces() -> None:
-    """New user, PID (of processes forked from now on), network and IPC namespaces."""
+def _enter_namespaces() -> None:
+    """Enter new user, PID (of processes forked from now on), network and IPC namespaces."""
     uid, gid = os.geteuid(), os.getegid()
-    _libc("unshare", CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC)
+    _call_libc("unshare", CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC)
     for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
         Path(f"/proc/self/{name}").write_text(text)
 
 
-def _mounts(folder: str, hidden: Sequence[str]) -> None:
-    """Makes everything read-only and without devices, except ``folder`` and shared memory (both empty, in
+def _make_mounts(folder: str, hidden: Sequence[str]) -> None:
+    """Make everything read-only and without devices, except ``folder`` and shared memory (both empty, in
     memory only) and the devices that every program expects. /dev/null covers the ``hidden`` sockets."""
-    _libc("unshare", CLONE_NEWNS)
+    _call_libc("unshare", CLONE_NEWNS)
     _mount("none", "/", "", MS_REC | MS_PRIVATE)
     devices = [device for device in DEVICES if os.path.exists(device)]
     for device in devices:
         _mount(device, device, "", MS_BIND)
     for name in filter(os.path.exists, hidden):
         _mount("/dev/null", name, "", MS_BIND)
-    own = [place for place in (folder, SHM) if os.path.isdir(place)]
-    for place in own:
+    writable = [place for place in (folder, SHM) if os.path.isdir(place)]
+    for place in writable:
         _mount("tmpfs", place, "tmpfs", MS_NOSUID | MS_NODEV, "mode=0700")
     _set_attributes("/", AT_RECURSIVE, MS_RDONLY | MS_NOSUID | MS_NODEV, 0)
-    for place in own:
+    for place in writable:
         _set_attributes(place, 0, 0, MS_RDONLY)
     for device in devices:
         _set_attributes(device, 0, 0, MS_NODEV)
     _mount("proc", "/proc", "proc", MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC)
 
 
-def _unix_sockets() -> list[str]:
-    """Paths where programs outside listen: a network namespace does not block these sockets."""
+def _list_unix_sockets() -> list[str]:
+    """Return the paths where programs outside listen: a network namespace does not block these sockets."""
     names = []
     with contextlib.suppress(OSError):
         lines = Path("/proc/net/unix").read_text(errors="surrogateescape").splitlines()[1:]
@@ -263,49 +271,49 @@ def _unix_sockets() -> list[str]:
 
 
 def _mount(source: str, place: str, kind: str, flags: int, data: str = "") -> None:
-    _libc("mount", *map(os.fsencode, (source, place, kind)), ctypes.c_ulong(flags), os.fsencode(data))
+    _call_libc("mount", *map(os.fsencode, (source, place, kind)), ctypes.c_ulong(flags), os.fsencode(data))
 
 
 def _set_attributes(place: str, flags: int, on: int, off: int) -> None:
-    """mount_setattr(2); its attributes have the same values as the first flags of mount(2)."""
+    """Call mount_setattr(2), whose attributes have the same values as the first flags of mount(2)."""
     attributes = struct.pack("=QQQQ", on, off, 0, 0)
-    _syscall(MOUNT_SETATTR, AT_FDCWD, os.fsencode(place), flags, attributes, len(attributes))
+    _call_system(MOUNT_SETATTR, AT_FDCWD, os.fsencode(place), flags, attributes, len(attributes))
 
 
 def _drop_capabilities() -> None:
-    """Drop all of them permanently: programs started from here do not regain any."""
-    _prctl(PR_SET_NO_NEW_PRIVS, 1)
-    _libc("capset", struct.pack("=Ii", CAPABILITIES_3, 0), bytes(24))
+    """Drop all capabilities permanently: programs started from here do not regain any."""
+    _call_prctl(PR_SET_NO_NEW_PRIVS, 1)
+    _call_libc("capset", struct.pack("=Ii", CAPABILITIES_3, 0), bytes(24))
 
 
 # ---- without namespaces
 
 
-def _landlock(folder: str) -> None:
+def _apply_landlock(folder: str) -> None:
     """Allow writes only to ``folder`` and harmless devices; no signalling or tracing of outside processes."""
-    version = _syscall(LANDLOCK_CREATE, None, 0, 1)
+    version = _call_system(LANDLOCK_CREATE, None, 0, 1)
     if version < 3:
         raise OSError("this landlock does not keep files from being truncated")
-    handled = CHANGE | (IOCTL_DEV if version >= 5 else 0)
-    scoped = 3 if version >= 6 else 0  # abstract Unix sockets, signals
-    attributes = struct.pack("=QQQ", handled, 0, scoped)[: 24 if version >= 6 else 8]
-    ruleset = _syscall(LANDLOCK_CREATE, attributes, len(attributes), 0)
+    handled_rights = CHANGE | (IOCTL_DEV if version >= 5 else 0)
+    scopes = 3 if version >= 6 else 0  # abstract Unix sockets, signals
+    attributes = struct.pack("=QQQ", handled_rights, 0, scopes)[: 24 if version >= 6 else 8]
+    ruleset = _call_system(LANDLOCK_CREATE, attributes, len(attributes), 0)
     for place in (folder, *filter(os.path.exists, DEVICES)):
-        rights = handled if place == folder else handled & (WRITE_FILE | TRUNCATE | IOCTL_DEV)
-        beneath = os.open(place, os.O_PATH | os.O_CLOEXEC)
-        _syscall(LANDLOCK_ADD, ruleset, 1, struct.pack("=Qi", rights, beneath), 0)
-        os.close(beneath)
-    _prctl(PR_SET_NO_NEW_PRIVS, 1)
-    _syscall(LANDLOCK_RESTRICT, ruleset, 0)
+        rights = handled_rights if place == folder else handled_rights & (WRITE_FILE | TRUNCATE | IOCTL_DEV)
+        folder_fd = os.open(place, os.O_PATH | os.O_CLOEXEC)
+        _call_system(LANDLOCK_ADD, ruleset, 1, struct.pack("=Qi", rights, folder_fd), 0)
+        os.close(folder_fd)
+    _call_prctl(PR_SET_NO_NEW_PRIVS, 1)
+    _call_system(LANDLOCK_RESTRICT, ruleset, 0)
     os.close(ruleset)
 
 
-def _seccomp() -> None:
+def _apply_seccomp() -> None:
     """Refuse socket(2) except for AF_UNIX, and the ways around it."""
     if platform.machine() not in AUDIT_ARCH:
         raise OSError(f"no filter is known for {platform.machine()}")
     arch, socket = AUDIT_ARCH[platform.machine()]
-    load, equal, least, end = 0x20, 0x15, 0x35, 0x06  # of the classic Berkeley packet filter
+    load, equal, least, end = 0x20, 0x15, 0x35, 0x06  # operations of the classic Berkeley packet filter
     program = [  # (code, jump if true, jump if false, value)
         (load, 0, 0, 4),  # the architecture: 32-bit programs have other numbers
         (equal, 0, 6, arch),
@@ -320,36 +328,36 @@ def _seccomp() -> None:
     ]
     code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *line) for line in program))
     filters = struct.pack("@HP", len(program), ctypes.addressof(code))
-    _prctl(PR_SET_NO_NEW_PRIVS, 1)
-    _prctl(PR_SET_SECCOMP, 2, filters)
+    _call_prctl(PR_SET_NO_NEW_PRIVS, 1)
+    _call_prctl(PR_SET_SECCOMP, 2, filters)
 
 
 # ---- calls
 
 
-def _libc(name: str, *arguments: object) -> int:
-    """Raises OSError, like every system call in this file."""
-    return _checked(getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments), name)
+def _call_libc(name: str, *arguments: object) -> int:
+    """Call a function of libc. Raises OSError, as every system call in this file does."""
+    return _check_result(getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments), name)
 
 
-def _syscall(number: int, *arguments: object) -> int:
+def _call_system(number: int, *arguments: object) -> int:
     longs = [ctypes.c_long(argument) if isinstance(argument, int) else argument for argument in arguments]
     call = ctypes.CDLL(None, use_errno=True).syscall
     call.restype = ctypes.c_long
-    return _checked(call(ctypes.c_long(number), *longs), f"system call {number}")
+    return _check_result(call(ctypes.c_long(number), *longs), f"system call {number}")
 
 
-def _prctl(option: int, *arguments: int | bytes) -> None:
+def _call_prctl(option: int, *arguments: int | bytes) -> None:
     longs = [
         ctypes.c_ulong(argument) if isinstance(argument, int) else argument
         for argument in (*arguments, 0, 0, 0, 0)[:4]
     ]
-    _checked(ctypes.CDLL(None, use_errno=True).prctl(option, *longs), f"prctl {option}")
+    _check_result(ctypes.CDLL(None, use_errno=True).prctl(option, *longs), f"prctl {option}")
 
 
-def _checked(result: int, what: str) -> int:
+def _check_result(result: int, call: str) -> int:
     if result < 0:
-        raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
+        raise OSError(ctypes.get_errno(), f"{call}: {os.strerror(ctypes.get_errno())}")
     return result
 
 

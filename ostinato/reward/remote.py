@@ -21,7 +21,7 @@ class Counting(Grader, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Graded:
-    """What a worker sends back for a group."""
+    """The reply of a worker for a group."""
 
     rewards: list[Reward]
     counts: Mapping[str, int]  # new since the last group
@@ -29,37 +29,37 @@ class Graded:
 
 
 class GraderServer:
-    """The worker's side: grades, counts, and reports the time taken."""
+    """Grades groups on the worker, and reports counts and the time taken."""
 
     def __init__(self, grader: Counting, name: str) -> None:
         self._grader, self._name, self._reported = grader, name, Counter[str]()
-        self._until = 0.0  # the end of the last span, by time.time()
+        self._span_end = 0.0  # the end of the last span, by time.time()
         self.progress = 0.0  # groups
 
     async def ready(self) -> None:
-        """Returns as soon as the worker can handle calls."""
+        """Return as soon as the worker can handle calls."""
 
     async def grade(self, group: Group) -> Graded:
         start = time.time()
         rewards = await self._grader.grade(group)
         self.progress += 1
-        now = Counter(self._grader.counters)
-        new, self._reported = now - self._reported, now
-        start, self._until = max(start, self._until), time.time()  # groups overlap, spans do not
-        span = Span(worker=self._name, kind=Kind.GRADE, start=start, stop=self._until, amount=len(rewards))
-        return Graded(rewards=rewards, counts=new, span=span)
+        totals = Counter(self._grader.counters)
+        counts, self._reported = totals - self._reported, totals
+        start, self._span_end = max(start, self._span_end), time.time()  # groups overlap, spans do not
+        span = Span(worker=self._name, kind=Kind.GRADE, start=start, stop=self._span_end, amount=len(rewards))
+        return Graded(rewards=rewards, counts=counts, span=span)
 
 
 class GraderLink:
-    """Implements protocols.Grader and Timed over ``workers``: a group goes to the one with the fewest.
+    """Implements protocols.Grader and Timed over ``workers``: a group goes to the least busy worker.
 
-    ``within_s`` limits the time from one graded group of a worker to the next. Raises WorkerLost where one
-    is lost: the run ends by name, and its groups are graded again when it is resumed.
+    ``within_s`` limits the time from one graded group of a worker to the next. Raises WorkerLost where a
+    worker is lost: the run ends with an error, and its groups are graded again when it is resumed.
     """
 
     def __init__(self, workers: Sequence[Remote], *, within_s: float) -> None:
         self.counters: Counter[str] = Counter()
-        self._workers, self._within_s, self._since = workers, within_s, time.time()
+        self._workers, self._within_s, self._start_time = workers, within_s, time.time()
         self._running = [0] * len(workers)  # groups of each
         self._spans: list[Span] = []
 
@@ -68,28 +68,28 @@ class GraderLink:
         await asyncio.gather(*(worker.call("ready", within_s=self._within_s) for worker in self._workers))
 
     async def grade(self, group: Group) -> list[Reward]:
-        """One Reward per trajectory, in order."""
+        """Return one Reward per trajectory, in order."""
         index = min(range(len(self._workers)), key=self._running.__getitem__)
         self._running[index] += 1
         try:
-            graded: Graded = await self._workers[index].call(
+            result: Graded = await self._workers[index].call(
                 "grade", without_routes(group), within_s=self._within_s
             )
         finally:
             self._running[index] -= 1
-        self.counters.update(graded.counts)
-        self._spans.append(graded.span)
-        return graded.rewards
+        self.counters.update(result.counts)
+        self._spans.append(result.span)
+        return result.rewards
 
     def take_spans(self) -> Sequence[Span]:
         spans, self._spans = self._spans, []
         return spans
 
     def status(self) -> list[dict[str, Any]]:
-        """One row per worker, in the format of ``EnginePool.status``."""
-        same = {"state": "serving", "since": self._since, "cause": ""}
+        """Return one row per worker, in the format of ``EnginePool.status``."""
+        state = {"state": "serving", "since": self._start_time, "cause": ""}
         pairs = zip(self._workers, self._running, strict=True)
-        return [{"worker": worker.name, "running": running, **same} for worker, running in pairs]
+        return [{"worker": worker.name, "running": running, **state} for worker, running in pairs]
 
     def close(self) -> None:
         for worker in self._workers:
@@ -97,11 +97,11 @@ class GraderLink:
 
 
 def without_routes(group: Group) -> Group:
-    """The group with only what a verdict may depend on: text and tokens, not routes or supports."""
+    """Remove from a group all that no verdict depends on: routes and supports, but not text and tokens."""
 
-    def stripped(trajectory: Trajectory) -> Trajectory:
-        heavy = {"experts": None, "prompt_experts": None, "support": None, "edges": None}
-        turns = [replace(turn, completion=replace(turn.completion, **heavy)) for turn in trajectory.turns]
+    def strip_routes(trajectory: Trajectory) -> Trajectory:
+        nones = {"experts": None, "prompt_experts": None, "support": None, "edges": None}
+        turns = [replace(turn, completion=replace(turn.completion, **nones)) for turn in trajectory.turns]
         return replace(trajectory, turns=tuple(turns))
 
-    return replace(group, trajectories=tuple(stripped(trajectory) for trajectory in group.trajectories))
+    return replace(group, trajectories=tuple(strip_routes(trajectory) for trajectory in group.trajectories))

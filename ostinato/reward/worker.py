@@ -1,6 +1,6 @@
 """The child process in which reward functions run: killable, replaceable, started without torch or numpy.
 
-It is run by its path, and one socket is all that it needs from the parent::
+It is run by its path, and needs only a socket from the parent::
 
     parent (workers.Worker)                      child (this file)
     {parent, path, functions, timeout_s,
@@ -17,8 +17,8 @@ function does can run code in the trainer. What a reward function prints goes to
 socket, and a process that it forks does not have the socket. A reply that does not fit its request ends this
 process. The functions run in the main thread: SIGALRM works there.
 
-A child whose parent was killed ends by itself: a thread notices the new parent, and where a C call
-holds the GIL (a runaway regular expression) the kernel's limit on CPU time ends it.
+A child whose parent was killed ends by itself: a thread polls for a new parent, and where a C call
+holds the GIL (a runaway regular expression) the kernel's limit on CPU time ends the process.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ from typing import Any
 HEADER = struct.Struct(">Q")
 REQUEST = struct.Struct(">QQ")  # its id, how many completions it has
 MAX_FRAME = 1 << 30  # a longer frame is a broken stream, not a message
-MAX_DETAIL = 300  # characters of an exception that travel back
+MAX_DETAIL = 300  # characters of an exception in a reply
 OPEN_UP = ' (reward.isolation="off" lets rewards use the network and write files)'
 CONFINED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENETUNREACH, errno.EADDRNOTAVAIL})
 HIDDEN = ' (reward.isolation leaves {} out of the environment of rewards; "off" hands it on)'
-MAX_NAME = 100  # characters of what log_metric and log_extra are given
+MAX_NAME = 100  # characters of a name for log_metric or log_extra
 MAX_FRAMES = 8  # of a traceback, the innermost
 MAX_CHAIN = 3  # exceptions in a chain of causes
 WATCH_S = 0.5
 
 Verdict = tuple[float | None, str, str]  # value, Fault or "", detail
-Judged = tuple[list[Verdict], str]  # one for each completion; the traceback of a call that raised, or ""
+Judged = tuple[list[Verdict], str]  # a verdict per completion; the traceback of a call that raised, or ""
 
 
 class Fault(StrEnum):
-    """Why a reward function gave no verdict."""
+    """The reason why a reward function gave no verdict."""
 
     TIMEOUT = "timeout"
     DIED = "died"  # the process ended: kill -9, out of memory, os._exit
@@ -81,19 +81,19 @@ def send(sock: socket.socket, payload: bytes) -> None:
 
 def receive(sock: socket.socket, deadline: float = math.inf) -> bytes:
     """Read one frame. Raises TimeoutError after ``deadline`` (time.monotonic), EOFError without a peer."""
-    (length,) = HEADER.unpack(_exactly(sock, HEADER.size, deadline))
+    (length,) = HEADER.unpack(_read_exactly(sock, HEADER.size, deadline))
     if length > MAX_FRAME:
         raise EOFError(f"a frame of {length} bytes")
-    return _exactly(sock, length, deadline)
+    return _read_exactly(sock, length, deadline)
 
 
-def _exactly(sock: socket.socket, count: int, deadline: float) -> bytes:
+def _read_exactly(sock: socket.socket, count: int, deadline: float) -> bytes:
     buffer = bytearray()
     while len(buffer) < count:
-        left = deadline - time.monotonic()
-        if left <= 0:
+        remaining_s = deadline - time.monotonic()
+        if remaining_s <= 0:
             raise TimeoutError
-        sock.settimeout(None if left == math.inf else left)
+        sock.settimeout(None if remaining_s == math.inf else remaining_s)
         chunk = sock.recv(min(count - len(buffer), 1 << 20))
         if not chunk:
             raise EOFError("the peer closed the socket")
@@ -102,7 +102,7 @@ def _exactly(sock: socket.socket, count: int, deadline: float) -> bytes:
 
 
 class TrainerState:
-    """What TRL tells reward functions of the training: here ``global_step`` and ``max_steps``."""
+    """TRL's ``trainer_state`` for reward functions: here ``global_step`` and ``max_steps``."""
 
     def __init__(self, global_step: int, max_steps: int) -> None:
         self.global_step, self.max_steps = global_step, max_steps
@@ -112,7 +112,7 @@ class TrainerState:
 
 
 class CallLog:
-    """What a call hands to ``log_metric`` and ``log_extra``, as TRL gives them to reward functions."""
+    """The values that a call gives to TRL's ``log_metric`` and ``log_extra``."""
 
     def __init__(self, num_completions: int) -> None:
         self._num_completions = num_completions
@@ -120,26 +120,26 @@ class CallLog:
         self.extra: dict[str, list[Any]] = {}
 
     def log_metric(self, name: str, value: float) -> None:
-        """A number of this call; metrics have its mean."""
+        """Log a number of this call; metrics have the mean of its numbers."""
         number = float(value)
         self.metrics.setdefault(tidy(name), []).append(number if math.isfinite(number) else None)
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
-        """A value of each completion; samples have it. Raises ValueError for another number of values."""
+        """Log a value per completion, which samples get. Raises ValueError for another number of values."""
         if len(values) != self._num_completions:
             raise ValueError(
                 f"log_extra got {len(values)} values for {self._num_completions} completions in {column!r}"
             )
-        self.extra[tidy(column)] = [_plain(value) for value in values]
+        self.extra[tidy(column)] = [_to_plain(value) for value in values]
 
 
 def tidy(name: object) -> str:
-    """A name of bounded length without line ends and control characters."""
-    return "".join(one if one.isprintable() else " " for one in str(name))[:MAX_NAME]
+    """Return a name of bounded length without line ends and control characters."""
+    return "".join(char if char.isprintable() else " " for char in str(name))[:MAX_NAME]
 
 
-def _plain(value: Any) -> Any:
-    """As JSON has it; what it does not have is shown by its repr."""
+def _to_plain(value: Any) -> Any:
+    """Convert a value to one of JSON: None for a float that is not finite, the repr for any other type."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value if value is None or isinstance(value, str | bool | int | float) else repr(value)[:MAX_DETAIL]
@@ -155,43 +155,44 @@ def judge(
     """Call a reward function and check what it returns: one verdict per completion, always.
 
     None is a verdict too (a skip). A fault of the whole call applies to every completion, a NaN or an
-    infinity only to its own. ``confined``: an error that isolation may have caused says how to turn it off.
-    ``probing``: failures that no completion could change get their own names: a signature that does not
-    take the columns, a column that the row does not have, a name or a module that does not exist.
+    infinity only to its own. ``confined``: the detail of an error that isolation may have caused says how to
+    turn isolation off. ``probing``: failures that no completion could change get their own names: a signature
+    that does not take the columns, a column that the row does not have, a name or a module that does not
+    exist.
     """
     if probing:
         with contextlib.suppress(ValueError):  # a builtin without a signature
             try:
                 inspect.signature(function).bind(**columns)
             except TypeError as error:
-                return _all(num_completions, Fault.SIGNATURE, str(error)), ""
+                return _repeat_fault(num_completions, Fault.SIGNATURE, str(error)), ""
     process = os.getpid()
     try:
-        returned = _returned(function, columns)
+        values = _call_function(function, columns)
         _end_fork(process)
-        return _checked(returned, num_completions), ""
+        return _check_values(values, num_completions), ""
     except BaseException as error:  # also SystemExit and the timeouts of libraries that are no Exception
         _end_fork(process, error)
-        fault = _sure(function, columns, error) if probing else None
-        detail = _described(error, confined)
-        return _all(num_completions, fault or Fault.RAISED, detail), trace(error)
+        fault = _find_sure_fault(function, columns, error) if probing else None
+        detail = _describe_with_hint(error, confined)
+        return _repeat_fault(num_completions, fault or Fault.RAISED, detail), trace(error)
 
 
 def accepted(function: Callable[..., Any], offered: dict[str, Any], named: dict[str, Any]) -> dict[str, Any]:
-    """Those of ``offered`` that a function takes, by name or with ``**``, and those of ``named`` that it has
-    among its parameters."""
+    """Return those of ``offered`` that a function takes, by name or with ``**``, and those of ``named`` that
+    are among its parameters."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # a builtin without a signature
         return {}
     takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
-    taken = {name: value for name, value in offered.items() if takes_all or name in parameters}
-    return taken | {name: value for name, value in named.items() if name in parameters}
+    arguments = {name: value for name, value in offered.items() if takes_all or name in parameters}
+    return arguments | {name: value for name, value in named.items() if name in parameters}
 
 
 def _end_fork(process: int, error: BaseException | None = None) -> None:
-    """End a process that a reward function has forked from ``process`` and that came back from it, as Python
-    ends a program: what follows is for the worker alone."""
+    """End this process, as Python ends a program, if a reward function has forked it from ``process`` and
+    returned in it: only the worker may go on."""
     if os.getpid() == process:
         return
     status = int(error is not None)
@@ -204,50 +205,52 @@ def _end_fork(process: int, error: BaseException | None = None) -> None:
     os._exit(status & 0xFF)
 
 
-def _returned(function: Callable[..., Any], columns: dict[str, Any]) -> Any:
+def _call_function(function: Callable[..., Any], columns: dict[str, Any]) -> Any:
     values = function(**columns)
     return asyncio.run(values) if inspect.iscoroutine(values) else values
 
 
-def _checked(values: Any, num_completions: int) -> list[Verdict]:
+def _check_values(values: Any, num_completions: int) -> list[Verdict]:
     if not isinstance(values, Sequence) and not hasattr(values, "__array__"):
-        return _all(num_completions, Fault.WRONG_LENGTH, f"{type(values).__name__}, not a list")
+        return _repeat_fault(num_completions, Fault.WRONG_LENGTH, f"{type(values).__name__}, not a list")
     if len(values) != num_completions:
-        return _all(num_completions, Fault.WRONG_LENGTH, f"{len(values)} values for {num_completions}")
-    return [_verdict(value) for value in values]
+        return _repeat_fault(
+            num_completions, Fault.WRONG_LENGTH, f"{len(values)} values for {num_completions}"
+        )
+    return [_make_verdict(value) for value in values]
 
 
-def _described(error: BaseException, confined: bool) -> str:
-    """The exception, its line, and how to turn off isolation where that may have caused it."""
+def _describe_with_hint(error: BaseException, confined: bool) -> str:
+    """Describe the exception, its line, and how to turn off isolation where that may have caused it."""
     hint = ""
     if confined:
-        hint = HIDDEN.format(name) if (name := _hidden_variable(error)) else ""
-        hint = hint or (OPEN_UP if _was_refused(error) else "")
+        hint = HIDDEN.format(name) if (name := _find_hidden_variable(error)) else ""
+        hint = hint or (OPEN_UP if _is_refusal(error) else "")
     return f"{describe(error)}{where(error)}{hint}"
 
 
-def _hidden_variable(error: BaseException) -> str:
-    """A variable that looks like a secret, is not in the environment, and whose lack ``error`` is about."""
+def _find_hidden_variable(error: BaseException) -> str:
+    """Return the missing environment variable that ``error`` is about, if it looks like a secret; else ""."""
     from ostinato.reward.isolation import clean
 
     text = describe(error)
-    if not (_is_of_environment(error) or "environment variable" in text.lower()):
+    if not (_is_environment_lookup(error) or "environment variable" in text.lower()):
         return ""
     names = [name for name in re.findall("[A-Z][A-Z0-9_]+", text) if name not in os.environ]
     return next((name for name in names if not clean({name: ""})), "")
 
 
-def _is_of_environment(error: BaseException) -> bool:
-    """Was it raised by ``os.environ[...]``?"""
-    *_, (last, _) = traceback.walk_tb(error.__traceback__)
-    return isinstance(error, KeyError) and last.f_globals.get("__name__") == "os"
+def _is_environment_lookup(error: BaseException) -> bool:
+    """Return whether ``os.environ[...]`` has raised the error."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return isinstance(error, KeyError) and frame.f_globals.get("__name__") == "os"
 
 
-def _all(num_completions: int, fault: Fault, detail: str) -> list[Verdict]:
+def _repeat_fault(num_completions: int, fault: Fault, detail: str) -> list[Verdict]:
     return [(None, fault, detail)] * num_completions
 
 
-def _verdict(value: Any) -> Verdict:
+def _make_verdict(value: Any) -> Verdict:
     if value is None:
         return None, "", ""
     if isinstance(value, str | bytes):  # float("1.0") would let a text pass for a score
@@ -260,42 +263,42 @@ def _verdict(value: Any) -> Verdict:
 
 
 def describe(error: BaseException) -> str:
-    """``ZeroDivisionError: division by zero``, on one line, of bounded length, valid as UTF-8."""
+    """Return ``ZeroDivisionError: division by zero``, on one line, of bounded length, valid as UTF-8."""
     try:
         text = str(error)
-    except Exception as worse:  # from a user's own __str__
-        text = f"its text cannot be made: {type(worse).__name__}"
+    except Exception as str_error:  # from a user's own __str__
+        text = f"its text cannot be made: {type(str_error).__name__}"
     line = " ".join(f"{type(error).__name__}: {text}".split())[:MAX_DETAIL]
     return line.encode("utf-8", "backslashreplace").decode()
 
 
-def _was_refused(error: BaseException | None) -> bool:
-    """Whether this error, or one that led to it, is of a kind that isolation causes."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
+def _is_refusal(error: BaseException | None) -> bool:
+    """Return whether this error, or an error in its chain, is of a kind that isolation causes."""
+    visited: set[int] = set()
+    while error is not None and id(error) not in visited:
         if isinstance(error, socket.gaierror) or (isinstance(error, OSError) and error.errno in CONFINED):
             return True
-        seen.add(id(error))
+        visited.add(id(error))
         error = error.__cause__ or error.__context__
     return False
 
 
 def where(error: BaseException) -> str:
-    """`` (reward.py:12)``: the innermost line of the user's own code; empty where there is none."""
-    frames = [frame for frame in _frames(error) if _is_own(frame.filename)]
-    if isinstance(error, SyntaxError) and error.filename and _is_own(error.filename):
+    """Return `` (reward.py:12)``, the innermost line of the user's own code; empty where there is none."""
+    frames = [frame for frame in _extract_frames(error) if _is_user_file(frame.filename)]
+    if isinstance(error, SyntaxError) and error.filename and _is_user_file(error.filename):
         return f" ({os.path.basename(error.filename)}:{error.lineno})"
     return f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
 
 
-def _is_own(filename: str) -> bool:
-    """Whether a file is the user's: not Python's, not an installed package's, not code run from a string."""
+def _is_user_file(filename: str) -> bool:
+    """Return whether a file is the user's, not Python's, an installed package's or code run from a string."""
     library = filename.startswith((os.path.dirname(os.__file__), "<")) or "-packages" in filename
     return not library and filename != __file__
 
 
-def _frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """The innermost frames, without those of this file and of the import system."""
+def _extract_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """Return the innermost frames, without those of this file and of the import system."""
     frames = traceback.extract_tb(error.__traceback__, limit=-MAX_FRAMES)
     return [
         frame for frame in frames if frame.filename != __file__ and not frame.filename.startswith("<frozen")
@@ -303,61 +306,66 @@ def _frames(error: BaseException) -> list[traceback.FrameSummary]:
 
 
 def trace(error: BaseException) -> str:
-    """The traceback as Python prints it (causes first), of bounded length."""
+    """Return the traceback as Python prints it (causes first), of bounded length."""
     chain = [error]
-    while len(chain) < MAX_CHAIN and (before := chain[-1].__cause__ or chain[-1].__context__) is not None:
-        chain.append(before)
+    while len(chain) < MAX_CHAIN and (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
+        chain.append(cause)
     parts = [
         "Traceback (most recent call last):\n"
-        + "".join(line[:MAX_DETAIL].rstrip("\n") + "\n" for line in traceback.format_list(_frames(each)))
-        + describe(each)
-        for each in reversed(chain)
+        + "".join(
+            line[:MAX_DETAIL].rstrip("\n") + "\n" for line in traceback.format_list(_extract_frames(link))
+        )
+        + describe(link)
+        for link in reversed(chain)
     ]
     return "\n\n".join(parts).encode("utf-8", "backslashreplace").decode()  # may not be valid UTF-8
 
 
-def _sure(function: Callable[..., Any], columns: dict[str, Any], error: BaseException) -> Fault | None:
-    frames, own = _frames(error), getattr(inspect.unwrap(function), "__code__", None)
+def _find_sure_fault(
+    function: Callable[..., Any], columns: dict[str, Any], error: BaseException
+) -> Fault | None:
+    frames, code = _extract_frames(error), getattr(inspect.unwrap(function), "__code__", None)
     if not frames:
         return None
-    where_from = frames[-1].filename  # cloudpickle names no file: "<dynamic-code>"
-    if where_from.startswith("<") and (own is None or where_from != own.co_filename):
+    filename = frames[-1].filename  # cloudpickle names no file: "<dynamic-code>"
+    if filename.startswith("<") and (code is None or filename != code.co_filename):
         return None  # code run from a string, perhaps a completion
     if isinstance(error, ImportError | NameError) and not isinstance(error, UnboundLocalError):
         return Fault.UNDEFINED
-    if _is_of_environment(error):
+    if _is_environment_lookup(error):
         return Fault.UNDEFINED
     key = error.args[0] if isinstance(error, KeyError) and error.args else None
     if not isinstance(key, str) or key in columns:
         return None
     try:  # a dictionary made from a completion still lacks the key when the row has such a column
-        _returned(function, {**columns, key: [None] * len(columns["completions"])})
-    except KeyError as again:
-        return None if again.args == error.args else Fault.NO_COLUMN
-    except BaseException:  # another failure: with the column it got further
+        _call_function(function, {**columns, key: [None] * len(columns["completions"])})
+    except KeyError as second_error:
+        return None if second_error.args == error.args else Fault.NO_COLUMN
+    except BaseException:  # another failure: with the column the function got further
         return Fault.NO_COLUMN
     return Fault.NO_COLUMN
 
 
-def _end_with(parent: int) -> None:
+def _end_with_parent(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(WATCH_S)
     os.killpg(0, signal.SIGKILL)
 
 
 def _limit_cpu(timeout_s: float) -> None:
-    """Let the kernel end a call that outlives its parent. While the parent lives it is never reached: the
-    parent kills after ``timeout_s``, before all cores together have used that much."""
+    """Limit the CPU time, so that the kernel ends a call whose parent is gone. While the parent runs the
+    limit is never reached: the parent kills after ``timeout_s``, before all cores together have used that
+    much."""
     import resource
 
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    soft = math.ceil(used.ru_utime + used.ru_stime + timeout_s * (os.cpu_count() or 1)) + 1
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    soft = math.ceil(usage.ru_utime + usage.ru_stime + timeout_s * (os.cpu_count() or 1)) + 1
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     soft = soft if hard == resource.RLIM_INFINITY else min(soft, hard)
     resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))
 
 
-def _answer(
+def _answer_request(
     functions: dict[str, Callable[..., Any]], request: bytes, confined: bool, timeout_s: float
 ) -> dict[str, Any]:
     id_, num_completions = REQUEST.unpack_from(request)
@@ -365,32 +373,32 @@ def _answer(
     try:
         name, columns, terms, probing = pickle.loads(memoryview(request)[REQUEST.size :])
     except BaseException as error:  # a column of a class that cannot be imported here
-        verdicts, trace = _all(num_completions, Fault.UNPICKLABLE, describe(error)), ""
+        verdicts, trace = _repeat_fault(num_completions, Fault.UNPICKLABLE, describe(error)), ""
     else:
-        offered = {"log_metric": log.log_metric, "log_extra": log.log_extra}
-        offered["trainer_state"] = TrainerState(**terms)
-        columns = {**accepted(functions[name], offered, {"timeout_s": timeout_s}), **columns}
+        helpers = {"log_metric": log.log_metric, "log_extra": log.log_extra}
+        helpers["trainer_state"] = TrainerState(**terms)
+        columns = {**accepted(functions[name], helpers, {"timeout_s": timeout_s}), **columns}
         verdicts, trace = judge(functions[name], num_completions, columns, confined, probing)
     return {"id": id_, "verdicts": verdicts, "trace": trace, "metrics": log.metrics, "extra": log.extra}
 
 
 def _confine(hello: dict[str, Any], sock: socket.socket) -> list[str]:
-    """Confine this worker: returns, in a new confined process, what this machine leaves open (``isolation``).
+    """Confine this worker. Returns, in a new confined process, what this machine leaves open (``isolation``).
 
     Raises OSError, and ValueError where isolation is "strict" and something is left open.
     """
     from ostinato.reward import isolation
 
-    mode, used, left_open = hello["isolation"], [], []
+    mode, means, left_open = hello["isolation"], [], []
     if mode != "off":
-        used = isolation.means(hello["folder"])
-        left_open = isolation.left_open(used)
+        means = isolation.means(hello["folder"])
+        left_open = isolation.left_open(means)
         if mode == "strict":
             isolation.refuse(left_open)
     if mode == "off" or sys.platform != "linux":
-        threading.Thread(target=_end_with, args=(hello["parent"],), daemon=True).start()
+        threading.Thread(target=_end_with_parent, args=(hello["parent"],), daemon=True).start()
     else:
-        isolation.enter(used, hello["folder"], hello["parent"], sock.close)
+        isolation.enter(means, hello["folder"], hello["parent"], sock.close)
     return left_open
 
 
@@ -410,22 +418,22 @@ def main(fd: int) -> None:
     from ostinato.inputs import escaping
     from ostinato.reward import verify
 
-    sys.stdout, sys.stderr = escaping(sys.stdout), escaping(sys.stderr)  # rewards print what a policy wrote
+    sys.stdout, sys.stderr = escaping(sys.stdout), escaping(sys.stderr)  # rewards may print any text
 
     try:
         for spec in hello["functions"]:
             functions[spec] = verify.resolve(spec)
-    except BaseException as error:  # importing a user's file can raise anything: it becomes one sentence
-        named = f"importing the reward {spec!r} raised {_described(error, confined)}; fix it"
-        ours = type(error) is ValueError and _frames(error)[-1].filename == verify.__file__
-        sentence = str(error) if ours else f"{named}\n{trace(error)}"
+    except BaseException as error:  # importing a user's file can raise anything
+        summary = f"importing the reward {spec!r} raised {_describe_with_hint(error, confined)}; fix it"
+        is_from_verify = type(error) is ValueError and _extract_frames(error)[-1].filename == verify.__file__
+        sentence = str(error) if is_from_verify else f"{summary}\n{trace(error)}"
         send(sock, json.dumps({"id": 0, "error": sentence}).encode())
         return
     send(sock, json.dumps({"id": 0, "error": "", "left_open": left_open}).encode())
     while True:
         request = receive(sock)
         _limit_cpu(hello["timeout_s"])
-        send(sock, json.dumps(_answer(functions, request, confined, hello["timeout_s"])).encode())
+        send(sock, json.dumps(_answer_request(functions, request, confined, hello["timeout_s"])).encode())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Grades groups in killable worker processes: a fault is bounded in time, named and counted, never a 0.
+"""Grade groups in killable worker processes: a fault is bounded in time, named and counted, never a 0.
 
     grade(group) -> one call per function -> a thread of the pool -> an idle Worker -> its process
                                                   |  out of time, or the process is gone
@@ -48,13 +48,13 @@ MAX_DETAIL, MAX_TRACE = 1_000, 100_000  # characters of a reply that are kept
 START_TIMEOUT_S = 60.0  # importing the functions may be slow; a call's limit does not include it
 REAP_TIMEOUT_S = 5.0
 RETRIES = 1  # of a call whose process died
-KEEPER_S = 2.0  # for the keeper of a confined process to end after it, with its status
+KEEPER_S = 2.0  # for the keeper of a confined process to end after the process, with its status
 JUDGE = "judge:"  # a function with this prefix is a Scorer; the rest names runs or addresses
 NO_VERDICT = frozenset({Stop.ERROR, Stop.ABORT})  # ends of episodes that the policy did not cause
 
 
 class Worker:
-    """One child process at a time, started when it is first needed and again after each fault.
+    """A child process, started when it is first needed and again after each fault.
 
     Used by one thread at a time; only ``interrupt`` may come from another.
     """
@@ -65,7 +65,7 @@ class Worker:
         self._isolation = isolation
         self.left_open: list[str] = []  # what isolation cannot prevent on this machine, in words
         self._own_folder = ""  # the temporary folder of the process
-        self._folder = os.getcwd()  # relative paths keep their meaning for a process started later
+        self._folder = os.getcwd()  # the folder of relative paths, also for a process started later
         self._process: Child | None = None
         self._socket: socket.socket | None = None
 
@@ -85,7 +85,7 @@ class Worker:
                 "folder": self._own_folder,
             }
             payload = json.dumps(hello).encode()
-            error, self.left_open = self._exchange(payload, START_TIMEOUT_S, 0, _greeting)
+            error, self.left_open = self._exchange(payload, START_TIMEOUT_S, 0, _read_greeting)
         except TimeoutError:
             error = f"importing the rewards {self._functions} took more than {START_TIMEOUT_S:g} s"
         except OSError as failure:
@@ -101,16 +101,18 @@ class Worker:
         if self._isolation != "off":
             self._own_folder = tempfile.mkdtemp(prefix="ostinato-reward-")
             environ = isolation.clean(os.environ) | {"TMPDIR": self._own_folder}
-        self._socket, theirs = socket.socketpair()
-        with theirs:
-            command = [sys.executable, "-P", child.__file__, str(theirs.fileno()), self._own_folder]
-            self._process = Child(command, pass_fds=[theirs.fileno()], folder=self._folder, environ=environ)
+        self._socket, child_socket = socket.socketpair()
+        with child_socket:
+            command = [sys.executable, "-P", child.__file__, str(child_socket.fileno()), self._own_folder]
+            self._process = Child(
+                command, pass_fds=[child_socket.fileno()], folder=self._folder, environ=environ
+            )
 
     def call(self, num_completions: int, request: bytes) -> Reply:
-        """The reply to a pickled call. Raises TimeoutError or EOFError; then the process is gone."""
+        """Return the reply to a pickled call. Raises TimeoutError or EOFError; then the process is gone."""
         if error := self.start():
             raise EOFError(error.partition("\n")[0])
-        id_ = secrets.randbits(63) | 1  # a reply that was written before its request cannot have it
+        id_ = secrets.randbits(63) | 1  # a reply that was written before its request cannot have this id
         payload = child.REQUEST.pack(id_, num_completions) + request
         return self._exchange(payload, self._timeout_s, id_, lambda reply: Reply.of(reply, num_completions))
 
@@ -136,7 +138,7 @@ class Worker:
             raise EOFError(self.kill()) from error
 
     def interrupt(self) -> None:
-        """Kill the process and all it started; a call in flight ends at once with EOFError. Without
+        """Kill the process and all that it started; a call in flight ends at once with EOFError. Without
         isolation, processes that have left its process group go on."""
         process = self._process
         if process is not None:
@@ -155,10 +157,10 @@ class Worker:
             self._socket.close()
         if process is None:
             return ""
-        how = process.wait(REAP_TIMEOUT_S)
+        status = process.wait(REAP_TIMEOUT_S)
         if self._own_folder:
             shutil.rmtree(self._own_folder, ignore_errors=True)
-        return how or "not reaped"
+        return status or "not reaped"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,10 +174,10 @@ class Reply:
 
     @classmethod
     def of(cls, reply: dict[str, Any], num_completions: int) -> Reply:
-        """From JSON that a reward function may have written itself. Raises ValueError for another form."""
+        """Check JSON that a reward function may have written itself. Raises ValueError for another form."""
         try:
-            verdicts = [_verdict(*one) for one in reply["verdicts"]]
-            metrics = {child.tidy(name): [*map(_number, some)] for name, some in reply["metrics"].items()}
+            verdicts = [_verdict(*fields) for fields in reply["verdicts"]]
+            metrics = {child.tidy(name): [*map(_number, values)] for name, values in reply["metrics"].items()}
             extra = {child.tidy(name): list(values) for name, values in reply["extra"].items()}
             trace = str(reply["trace"])[-MAX_TRACE:]
         except (KeyError, TypeError, AttributeError, OverflowError) as error:
@@ -198,8 +200,8 @@ def _number(value: float | None) -> float | None:
     return value
 
 
-def _greeting(reply: dict[str, Any]) -> tuple[str, list[str]]:
-    """(error, what isolation leaves open) of a process that has started."""
+def _read_greeting(reply: dict[str, Any]) -> tuple[str, list[str]]:
+    """Return (error, what isolation leaves open) from the first message of a process."""
     error, left_open = reply.get("error"), reply.get("left_open", [])
     if not isinstance(error, str) or not isinstance(left_open, list):
         raise ValueError("no greeting")
@@ -210,7 +212,7 @@ class Scorer(Protocol):
     """A reward computed in this process, without a child: a judge on an engine, or at an address."""
 
     async def score(self, prompt: Prompt, answers: Sequence[str]) -> Sequence[Verdict]:
-        """One verdict per answer, in order. Limits its own time, and never raises."""
+        """Return one verdict per answer, in order. It limits its own time, and never raises."""
         ...
 
     def close(self) -> None: ...
@@ -257,11 +259,13 @@ class WorkerGrader:
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="reward")
         self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()  # as many as threads: get() never waits
-        called = [function for function in functions if function not in scorers]
-        self._workers = [Worker(called, timeout_s, isolation) for _ in range(workers if called else 0)]
+        child_functions = [function for function in functions if function not in scorers]
+        self._workers = [
+            Worker(child_functions, timeout_s, isolation) for _ in range(workers if child_functions else 0)
+        ]
         for worker in self._workers:
             self._idle.put(worker)
-        self._finalizer = weakref.finalize(self, _close, self._workers, self._threads)
+        self._finalizer = weakref.finalize(self, _close_workers, self._workers, self._threads)
 
     def __enter__(self) -> WorkerGrader:
         return self
@@ -278,7 +282,7 @@ class WorkerGrader:
 
     @property
     def left_open(self) -> list[str]:
-        """What reward code can do that ``isolation`` should prevent, in words. Valid after ``check``."""
+        """What ``isolation`` cannot prevent on this machine, in words. Valid after ``check``."""
         return self._workers[0].left_open if self._workers else []
 
     def check(
@@ -294,22 +298,22 @@ class WorkerGrader:
         Failures that other completions may not have (any other exception, or a NaN for both) are returned as
         warnings: a run ends at its first evaluation or step if all of its answers have them.
         """
-        for started in [self._threads.submit(self._start) for _ in self._workers]:
-            if error := started.result():
-                raise _with_note(*error.partition("\n")[::2])
+        for future in [self._threads.submit(self._start) for _ in self._workers]:
+            if error := future.result():
+                raise _make_error(*error.partition("\n")[::2])
         if prompt is None:
             return []
         texts, warnings = [own_answer(prompt) or "I do not know.", ""], []
-        for function, name, _ in self._of(prompt):
+        for function, name, _ in self._select_functions(prompt):
             if function in self._scorers:
                 continue
-            reply = self._tried(function, prompt, texts, encode)
+            reply = self._try_call(function, prompt, texts, encode)
             if not all(fault for _, fault, _ in reply.verdicts):
                 continue
             _, fault, detail = reply.verdicts[0]
             note = f"{reply.trace}\n{prompt.where}, completions {texts!r}".lstrip()
-            if fix := _refusal(name, fault, detail, self._timeout_s):
-                raise _with_note(fix, note)
+            if fix := _explain_refusal(name, fault, detail, self._timeout_s):
+                raise _make_error(fix, note)
             warnings.append(
                 f"reward {name} gave no verdict on a dry run ({fault}: {detail}); the run ends if it gives "
                 f"none to any answer of the first evaluation or step\n{note}"
@@ -319,47 +323,56 @@ class WorkerGrader:
     def own_verdicts(
         self, prompts: Sequence[Prompt], encode: Callable[[str], Sequence[int]]
     ) -> Iterator[tuple[str, str, list[OwnVerdict]]]:
-        """(function, its name, what it gives to the own answers of these prompts, which are of one task). A
-        function gets as many of them as it judges in its limit of time, and at least one; ``scorers``, and
-        functions that do not count, get none."""
-        for function, name, weight in self._of(prompts[0]) if prompts else ():
-            given, end = list[OwnVerdict](), time.monotonic() + self._timeout_s
+        """Yield (function, its name, its verdicts on the own answers of these prompts, which are of one
+        task). A function judges as many answers as its time limit allows, and at least one. ``scorers``,
+        OTHERS and functions of weight 0 judge none."""
+        for function, name, weight in self._select_functions(prompts[0]) if prompts else ():
+            verdicts, end = list[OwnVerdict](), time.monotonic() + self._timeout_s
             for prompt in prompts if weight and function not in {*self._scorers, *OTHERS} else ():
                 if (answer := own_answer(prompt, function)) is None:
                     continue
-                ((value, fault, detail),) = self._tried(function, prompt, [answer], encode).verdicts
-                given.append(
+                ((value, fault, detail),) = self._try_call(function, prompt, [answer], encode).verdicts
+                verdicts.append(
                     OwnVerdict(row=prompt.where, answer=answer, value=value, fault=fault, detail=detail)
                 )
                 if time.monotonic() > end:
                     break
-            yield function, name, given
+            yield function, name, verdicts
 
-    def _tried(
+    def _try_call(
         self, function: str, prompt: Prompt, texts: Sequence[str], encode: Callable[[str], Sequence[int]]
     ) -> Reply:
-        """A dry call, on whole answers."""
-        whole, answers = _continued(prompt, [])[0], [([text], list(encode(text))) for text in texts]
-        columns = _columns(whole, answers)
+        """Call a function on whole answers before a run."""
+        graded_prompt, answers = (
+            _prepend_prefill(prompt, [])[0],
+            [([text], list(encode(text))) for text in texts],
+        )
+        columns = _make_columns(graded_prompt, answers)
         columns |= {"env_reward": [0.0] * len(texts), "in_thought": [False] * len(texts)}
-        return self._threads.submit(self._ask, function, len(texts), columns, 0, True).result()
+        return self._threads.submit(self._call_worker, function, len(texts), columns, 0, True).result()
 
     async def grade(self, group: Group) -> list[Reward]:
-        """One Reward per trajectory, in order. Episodes that ended in ERROR or ABORT are not judged."""
-        played = [trajectory for trajectory in group.trajectories if trajectory.stop not in NO_VERDICT]
-        if not played:
-            return [_unplayed(trajectory) for trajectory in group.trajectories]
-        prompt, answers = _continued(group.prompt, [_answers(trajectory) for trajectory in played])
-        columns = _columns(prompt, answers)
-        columns["env_reward"] = [trajectory.env_reward for trajectory in played]
-        columns["in_thought"] = [any(turn.in_thought for turn in one.turns[-1:]) for one in played]
+        """Grade each trajectory, in order. Episodes that ended in ERROR or ABORT are not judged."""
+        trajectories = [trajectory for trajectory in group.trajectories if trajectory.stop not in NO_VERDICT]
+        if not trajectories:
+            return [_make_unplayed_reward(trajectory) for trajectory in group.trajectories]
+        prompt, answers = _prepend_prefill(
+            group.prompt, [_extract_answer(trajectory) for trajectory in trajectories]
+        )
+        columns = _make_columns(prompt, answers)
+        columns["env_reward"] = [trajectory.env_reward for trajectory in trajectories]
+        columns["in_thought"] = [
+            any(turn.in_thought for turn in trajectory.turns[-1:]) for trajectory in trajectories
+        ]
         loop = asyncio.get_running_loop()
-        functions, names, weights = zip(*self._of(prompt), strict=True)
+        functions, names, weights = zip(*self._select_functions(prompt), strict=True)
         texts = ["".join(words) for words, _ in answers]
         calls = [
-            self._scored(self._scorers[function], prompt, texts)
+            self._score(self._scorers[function], prompt, texts)
             if function in self._scorers
-            else loop.run_in_executor(self._threads, self._ask, function, len(played), columns, group.step)
+            else loop.run_in_executor(
+                self._threads, self._call_worker, function, len(trajectories), columns, group.step
+            )
             for function in functions
         ]
         replies = await asyncio.gather(*calls)
@@ -368,17 +381,20 @@ class WorkerGrader:
                 if value is None:
                     self._count(f"rewards/{name}/{fault or 'skipped'}")
         parts = list(zip(names, weights, replies, strict=True))
-        rewards = iter([_sum(parts, number) for number in range(len(played))])
-        return [_unplayed(t) if t.stop in NO_VERDICT else next(rewards) for t in group.trajectories]
+        rewards = iter([_sum_verdicts(parts, number) for number in range(len(trajectories))])
+        return [
+            _make_unplayed_reward(trajectory) if trajectory.stop in NO_VERDICT else next(rewards)
+            for trajectory in group.trajectories
+        ]
 
-    async def _scored(self, scorer: Scorer, prompt: Prompt, answers: Sequence[str]) -> Reply:
+    async def _score(self, scorer: Scorer, prompt: Prompt, answers: Sequence[str]) -> Reply:
         return Reply(verdicts=list(await scorer.score(prompt, answers)))
 
-    def _of(self, prompt: Prompt) -> list[tuple[str, str, float]]:
-        """(function, its name in metrics, its weight) of those that grade the prompt's task."""
-        every = zip(self._functions, self._names, self._weights, strict=True)
-        chosen = self._judges.get(prompt.task, self._functions)
-        return [one for one in every if one[0] in chosen]
+    def _select_functions(self, prompt: Prompt) -> list[tuple[str, str, float]]:
+        """Return (function, name in metrics, weight) of the functions that grade the prompt's task."""
+        functions = zip(self._functions, self._names, self._weights, strict=True)
+        judges = self._judges.get(prompt.task, self._functions)
+        return [function for function in functions if function[0] in judges]
 
     def _start(self) -> str:
         worker = self._idle.get()
@@ -387,21 +403,21 @@ class WorkerGrader:
         finally:
             self._idle.put(worker)
 
-    def _ask(
+    def _call_worker(
         self, function: str, num_completions: int, columns: dict[str, Any], step: int, probe: bool = False
     ) -> Reply:
-        def without(fault: Fault, detail: str) -> Reply:
+        def make_faults(fault: Fault, detail: str) -> Reply:
             return Reply(verdicts=[(None, fault, detail)] * num_completions)
 
         terms = {"global_step": step, "max_steps": self._max_steps}
         try:
             request = pickle.dumps((function, columns, terms, probe))
         except (pickle.PicklingError, TypeError, AttributeError, RecursionError, ValueError) as error:
-            return without(Fault.UNPICKLABLE, child.describe(error))
+            return make_faults(Fault.UNPICKLABLE, child.describe(error))
         detail = ""
         for attempt in range(1 + RETRIES):
             if self._closed:
-                return without(Fault.DIED, "the grader was closed")
+                return make_faults(Fault.DIED, "the grader was closed")
             if attempt:
                 self._count("reward_workers/retried")
             worker = self._idle.get()
@@ -409,27 +425,28 @@ class WorkerGrader:
                 return worker.call(num_completions, request)
             except TimeoutError:
                 self._count("reward_workers/hung")
-                return without(Fault.TIMEOUT, f"no verdict in {self._timeout_s:g} s")
+                return make_faults(Fault.TIMEOUT, f"no verdict in {self._timeout_s:g} s")
             except EOFError as error:
                 self._count("reward_workers/died")
                 detail = str(error)
             finally:
                 self._idle.put(worker)
-        return without(Fault.DIED, detail)
+        return make_faults(Fault.DIED, detail)
 
     def _count(self, key: str) -> None:
         with self._lock:
             self.counters[key] += 1
 
 
-def _sum(of_functions: Iterable[tuple[str, float, Reply]], number: int) -> Reward:
-    """The weighted sum of one answer's verdicts: (name, weight, reply) of each function, and its number."""
+def _sum_verdicts(replies: Iterable[tuple[str, float, Reply]], number: int) -> Reward:
+    """Return the weighted sum of the verdicts on answer ``number``; ``replies``: (name, weight, reply) of
+    each function."""
     parts: dict[str, float | None] = {}
     failed: dict[str, str] = {}
     metrics: dict[str, list[float]] = {}
     extra: dict[str, Any] = {}
     faults, terms = [], []
-    for name, weight, reply in of_functions:
+    for name, weight, reply in replies:
         value, fault, detail = reply.verdicts[number]
         parts[name] = value
         extra |= {column: values[number] for column, values in reply.extra.items()}
@@ -440,16 +457,16 @@ def _sum(of_functions: Iterable[tuple[str, float, Reply]], number: int) -> Rewar
             failed[name] = f"{fault}: {detail}\n{reply.trace}".rstrip()
         elif value is not None:
             terms.append(weight * value)
-    logged = {
-        "metrics": {metric: math.fsum(some) / len(some) for metric, some in metrics.items()},
+    logs = {
+        "metrics": {metric: math.fsum(values) / len(values) for metric, values in metrics.items()},
         "extra": extra,
     }
     if faults or not terms:
-        return Reward(value=None, reason="; ".join(faults) or "skipped", parts=parts, failed=failed, **logged)
-    return Reward(value=math.fsum(terms), parts=parts, **logged)
+        return Reward(value=None, reason="; ".join(faults) or "skipped", parts=parts, failed=failed, **logs)
+    return Reward(value=math.fsum(terms), parts=parts, **logs)
 
 
-def _close(workers: Sequence[Worker], threads: ThreadPoolExecutor) -> None:
+def _close_workers(workers: Sequence[Worker], threads: ThreadPoolExecutor) -> None:
     for worker in workers:
         worker.interrupt()
     threads.shutdown(wait=True, cancel_futures=True)
@@ -457,8 +474,8 @@ def _close(workers: Sequence[Worker], threads: ThreadPoolExecutor) -> None:
         worker.kill()
 
 
-def _refusal(name: str, fault: str, detail: str, timeout_s: float) -> str:
-    """Why a function that failed on its dry run is refused; empty where another completion may work."""
+def _explain_refusal(name: str, fault: str, detail: str, timeout_s: float) -> str:
+    """Return why a function that failed on its dry run is refused; "" where another completion may work."""
     match fault:
         case Fault.WRONG_LENGTH:
             return f"reward {name} returned {detail}; return one number per completion"
@@ -479,10 +496,12 @@ def _refusal(name: str, fault: str, detail: str, timeout_s: float) -> str:
                     f"reward {name} requires TRL's environments, which rewards do not get here; use what the "
                     "environment of task.env returns as its reward (env), or give the argument a default"
                 )
-            lacks = "missing a required" in detail
-            fix = "add the column to the rows or choose another reward" if lacks else "give it **columns"
-            fix += " (it gets completions and the row's columns by their names)" if lacks else ""
-            fix = f"name it in task.params.answer_column, {fix}" if lacks and "'answer'" in detail else fix
+            is_missing = "missing a required" in detail
+            fix = "add the column to the rows or choose another reward" if is_missing else "give it **columns"
+            fix += " (it gets completions and the row's columns by their names)" if is_missing else ""
+            fix = (
+                f"name it in task.params.answer_column, {fix}" if is_missing and "'answer'" in detail else fix
+            )
             return f"reward {name} does not take the row ({detail}); {fix}"
         case Fault.NO_COLUMN:
             return (
@@ -494,7 +513,7 @@ def _refusal(name: str, fault: str, detail: str, timeout_s: float) -> str:
     return ""
 
 
-def _with_note(sentence: str, note: str) -> ValueError:
+def _make_error(sentence: str, note: str) -> ValueError:
     error = ValueError(sentence)
     if note:
         error.add_note(note)
@@ -502,35 +521,35 @@ def _with_note(sentence: str, note: str) -> ValueError:
 
 
 def _names(functions: Sequence[str]) -> list[str]:
-    """``path.py:f`` is called ``f`` in metrics, and a judge ``judge``, unless two would be."""
-    short = ["judge" if spec.startswith(JUDGE) else spec.rpartition(":")[2] for spec in functions]
-    return short if len(set(short)) == len(short) else list(functions)
+    """The names in metrics: ``f`` for ``path.py:f``, ``judge`` for a judge, unless two would be equal."""
+    short_names = ["judge" if spec.startswith(JUDGE) else spec.rpartition(":")[2] for spec in functions]
+    return short_names if len(set(short_names)) == len(short_names) else list(functions)
 
 
-def _unplayed(trajectory: Trajectory) -> Reward:
+def _make_unplayed_reward(trajectory: Trajectory) -> Reward:
     return Reward(value=None, reason=f"episode: {trajectory.stop}: {trajectory.error}")
 
 
-def _answers(trajectory: Trajectory) -> tuple[list[str], list[int]]:
-    """The policy's words turn by turn, and all token ids after the prompt (tool replies included)."""
+def _extract_answer(trajectory: Trajectory) -> tuple[list[str], list[int]]:
+    """Return the policy's texts by turn, and all token ids after the prompt (tool replies included)."""
     texts = [turn.completion.text for turn in trajectory.turns]
     parts = [part for turn in trajectory.turns for part in (turn.context, turn.completion.tokens)][1:]
     return texts, np.concatenate(parts).tolist() if parts else []
 
 
-_Answers = list[tuple[list[str], list[int]]]  # of each: texts of its turns, token ids
+_Answers = list[tuple[list[str], list[int]]]  # (texts of its turns, token ids) of each answer
 
 
-def _continued(prompt: Prompt, answers: _Answers) -> tuple[Prompt, _Answers]:
-    """As TRL: an assistant's words at the end of a prompt are the beginning of its answers."""
+def _prepend_prefill(prompt: Prompt, answers: _Answers) -> tuple[Prompt, _Answers]:
+    """Move an assistant message at the end of a prompt to the beginning of its answers, as TRL does."""
     if prompt.prefill is None or prompt.messages is None:
         return prompt, answers
-    begun = [([prompt.prefill + "".join(texts[:1]), *texts[1:]], ids) for texts, ids in answers]
-    return replace(prompt, messages=prompt.messages[:-1]), begun
+    longer_answers = [([prompt.prefill + "".join(texts[:1]), *texts[1:]], ids) for texts, ids in answers]
+    return replace(prompt, messages=prompt.messages[:-1]), longer_answers
 
 
-def _columns(prompt: Prompt, answers: Sequence[tuple[list[str], list[int]]]) -> dict[str, Any]:
-    """What TRL hands to a reward function, all as lists: the row's columns and the answers.
+def _make_columns(prompt: Prompt, answers: Sequence[tuple[list[str], list[int]]]) -> dict[str, Any]:
+    """The arguments that TRL passes to a reward function, all as lists: the row's columns and the answers.
 
     For a chat prompt a completion is a chat too: the policy's messages, one per turn.
     """

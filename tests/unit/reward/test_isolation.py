@@ -76,8 +76,10 @@ def means() -> frozenset[str]:
     """Those that the kernel and this user have: tried in a process of one thread."""
     code = (
         "import sys, tempfile; sys.path.insert(0, sys.argv[1]); from ostinato.reward import isolation as i;"
-        "d = tempfile.mkdtemp(); tried = {'namespaces': lambda: i._namespaces(d), 'seccomp': i._seccomp,"
-        "'landlock': lambda: i._landlock(d)}; print(*[name for name, one in tried.items() if i._works(one)])"
+        "d = tempfile.mkdtemp();"
+        "tried = {'namespaces': lambda: i._try_namespaces(d), 'seccomp': i._apply_seccomp,"
+        "'landlock': lambda: i._apply_landlock(d)};"
+        "print(*[name for name, one in tried.items() if i._can_confine(one)])"
     )
     root = Path(__file__).parents[3]
     ran = subprocess.run([sys.executable, "-c", code, root], capture_output=True, text=True, check=True)
