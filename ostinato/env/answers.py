@@ -219,9 +219,8 @@ def _extract_answer(renderer: Renderer, message: Message, context: str, full_tex
                 f"it reasoning_content, or begin its content with {THINK}..{END_THINK} (an empty one where "
                 "there is none), or use another template"
             )
-        thought = thought.removeprefix(
-            thought_opening.removeprefix(THINK)
-        )  # the context ends with these blanks
+        # The context has already the blanks behind the tag.
+        thought = thought.removeprefix(thought_opening.removeprefix(THINK))
         return renderer.control.hide(f"{thought}{END_THINK}{text}") + closing
     answer = full_text[len(head) : end]
     if thought is not None and renderer.control.hide(thought.strip()) not in answer:

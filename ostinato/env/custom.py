@@ -175,9 +175,7 @@ class EnvEpisode:
         tools = {name: getattr(env, name) for name in getattr(env, "tools", ())}
         self._tools = Toolbox(tools, self._timeout_s, self._counters)
         self._prompt = replace(to_chat(self._prompt), tools=(*self._prompt.tools, *self._tools.schemas))
-        user_index = (
-            len(messages) - 1 - (self._prompt.prefill is not None)
-        )  # a prefill stays behind the user's message
+        user_index = len(messages) - 1 - (self._prompt.prefill is not None)  # before the prefill
         additions = [{"role": "user", "content": text}] if text else []
         chat = [*messages[:user_index], *additions, *messages[user_index + len(additions) :]]
         self._messages = list(chat)

@@ -149,9 +149,8 @@ def fenced(text: str) -> list[tuple[str, str]]:
         ends = list(itertools.islice(closing.finditer(text, start), MAX_FENCES))
         language = language.strip().lower()
         is_code = language in _PYTHON or not language
-        complete_ends = (
-            match for match in ends if is_code and _analyse_names(text[start : match.start()])
-        )  # a fence in a docstring does not end the block
+        # A fence in a docstring does not end the block: the code before it is incomplete.
+        complete_ends = (match for match in ends if is_code and _analyse_names(text[start : match.start()]))
         end = next(complete_ends, ends[0] if ends else None)
         code = text[start : end.start() if end else len(text)]
         blocks.append((language, margin.sub("", code) if indent else code))

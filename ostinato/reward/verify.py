@@ -317,9 +317,7 @@ def json_schema(
         fences = _FENCED_BLOCK.findall(text)
         try:
             value = parse_json((fences[0] if len(fences) == 1 else text).strip())
-            json.dumps(
-                value, allow_nan=False
-            )  # Python's parser takes NaN and Infinity, which JSON does not have
+            json.dumps(value, allow_nan=False)  # Python's parser accepts NaN and Infinity
         except ValueError:
             verdicts.append(0.0)
             continue

@@ -1,4 +1,4 @@
-"""The server of agents: an address for each rollout, whose requests go to its episode.
+"""The server of agents: each rollout has an address, whose requests go to the episode of the rollout.
 
 POST /rollout/{id}/v1/chat/completions  .../v1/responses  .../v1/messages  .../v1/reward  .../v1/end
 POST /rollouts/next                                                        for workers: ``serve.elsewhere``
@@ -33,7 +33,7 @@ from ostinato.render import Renderer
 from ostinato.types import Completion, Stop
 
 log = logging.getLogger(__name__)
-END_S = 5.0  # for an agent to end by itself
+END_S = 5.0  # for an agent to end
 IDLE_S = 600  # an agent's client may use a connection again after a long tool
 Agent = Callable[[str, Mapping[str, Any]], Any]
 
@@ -47,7 +47,7 @@ class Waiting:
 
     def __init__(self, call: Call) -> None:
         self.call = call
-        self.left = asyncio.Event()  # of the episode's loop: the agent has hung up
+        self.left = asyncio.Event()  # belongs to the episode's loop: the agent has hung up
         self._loop, self._answer = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
 
     def settle(self, answer: Answer | ApiError) -> None:
@@ -70,7 +70,7 @@ Event = Waiting | BaseException | Begun | None  # None: the agent has ended
 
 
 class Episode(Protocol):
-    """What the server does with a rollout: ``agents.AgentEpisode``."""
+    """The methods of a rollout that the server calls: ``agents.AgentEpisode``."""
 
     reward: float | None
     base_url: str
@@ -94,15 +94,15 @@ class AgentServer:
     ) -> None:
         self.renderer, self._calls, self._opened = renderer, calls, opened
         self._place = place = place or Place()
-        self.elsewhere = Elsewhere(place.key, self._begun, wait_s)
+        self.elsewhere = Elsewhere(place.key, self._report_begun, wait_s)
         self._episodes: dict[str, Episode] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._ids, self._announced = 0, False
+        self._num_ids, self._has_warned = 0, False
         self._listening = bound(place.host, place.port)
         self.address = place.address.rstrip("/") or address(self._listening)
         self._loop = asyncio.new_event_loop()
         options: dict[str, Any] = {"idle_s": IDLE_S, "log_level": "error", "lifespan": "off"}
-        self._http = HttpServer(self._app(), self._listening, place.allowed, **options)
+        self._http = HttpServer(self._make_app(), self._listening, place.allowed, **options)
         self._thread = threading.Thread(target=self._serve, name="agents", daemon=True)
         self._thread.start()
 
@@ -123,48 +123,50 @@ class AgentServer:
     def for_template(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
     ) -> tuple[list[dict[str, Any]], list[Mapping[str, Any]]]:
-        """(messages, tools) for the renderer, with tool calls in the form of this server."""
+        """Return (messages, tools) for the renderer, with tool calls in the form of this server."""
         if self._calls == "equals":
             return for_equals(messages, tools), []
         return [dict(message) for message in messages], list(tools)
 
     def measure(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> int:
-        """Tokens of a prompt."""
-        chat, native = self.for_template(messages, tools)
-        return len(self.renderer.chat(chat, tools=native))
+        """Return the number of tokens of a prompt."""
+        chat, template_tools = self.for_template(messages, tools)
+        return len(self.renderer.chat(chat, tools=template_tools))
 
     def read(self, completion: Completion, call: Call, number: str) -> tuple[str, tuple[ToolCall, ...]]:
-        """(content, tool calls) of an answer; ``number`` begins the ids of the calls."""
+        """Return (content, tool calls) of an answer; ``number`` begins the ids of the calls."""
         if self._calls == "json":
             return read_calls(completion.text, number)
-        ended = completion.stop is Stop.STRING  # by a stop string, which is a part of the call
-        text = self.renderer.decode(completion.tokens) if ended else completion.text
+        has_stop_string = completion.stop is Stop.STRING  # the stop string is a part of the call
+        text = self.renderer.decode(completion.tokens) if has_stop_string else completion.text
         content, calls = read_equals(text, call.tools, number)
         return (content, calls) if calls else (completion.text, ())
 
     def begin(self, episode: Episode, agent: Agent, row: Mapping[str, Any], id_: str = "") -> str:
-        """Start the agent of an episode. Returns the base URL that it is given."""
-        self._ids += 1
-        id_ = id_ or f"{self._ids:x}"
+        """Start the agent of an episode and return the agent's base URL."""
+        self._num_ids += 1
+        id_ = id_ or f"{self._num_ids:x}"
         base_url = f"{self.address}/rollout/{id_}/v1"
         self._episodes[id_] = episode
-        self._loop.call_soon_threadsafe(self._start, id_, episode, agent, base_url, row)
+        self._loop.call_soon_threadsafe(self._start_agent, id_, episode, agent, base_url, row)
         return base_url
 
-    def _start(self, id_: str, episode: Episode, agent: Agent, base_url: str, row: Mapping[str, Any]) -> None:
+    def _start_agent(
+        self, id_: str, episode: Episode, agent: Agent, base_url: str, row: Mapping[str, Any]
+    ) -> None:
         async def run() -> None:
             try:
                 if inspect.iscoroutinefunction(agent):
-                    given = await agent(base_url, row)
+                    result = await agent(base_url, row)
                 else:
-                    given = await asyncio.to_thread(agent, base_url, row)
-                    given = await given if inspect.isawaitable(given) else given
-                if isinstance(given, int | float) and episode.reward is None:
-                    episode.reward = float(given)
+                    result = await asyncio.to_thread(agent, base_url, row)
+                    result = await result if inspect.isawaitable(result) else result
+                if isinstance(result, int | float) and episode.reward is None:
+                    episode.reward = float(result)
             except Exception as error:  # a user's code
-                if not self._announced:
+                if not self._has_warned:
                     log.warning("an agent failed, the first of this run: %s: %s", type(error).__name__, error)
-                self._announced = True
+                self._has_warned = True
                 episode.put(error)
             else:
                 episode.put(None)
@@ -180,7 +182,7 @@ class AgentServer:
             if task := self._tasks.pop(id_, None):
                 task.cancel()
 
-        with suppress(RuntimeError):  # the server is closed, and all agents are
+        with suppress(RuntimeError):  # the server and all agents are closed
             self._loop.call_soon_threadsafe(end)
 
     def close(self) -> None:
@@ -190,24 +192,26 @@ class AgentServer:
 
     # ---- HTTP
 
-    def _app(self) -> Starlette:
+    def _make_app(self) -> Starlette:
         handlers: dict[str, Callable[[Request], Awaitable[Response]]] = {
-            "/v1/chat/completions": self._chat,
-            "/v1/responses": self._responses,
-            "/v1/messages": self._messages,
-            "/v1/reward": self._reward,
+            "/v1/chat/completions": self._handle_chat,
+            "/v1/responses": self._handle_responses,
+            "/v1/messages": self._handle_messages,
+            "/v1/reward": self._handle_reward,
             "/v1/end": self.elsewhere.end,
         }
         key = self._place.key
         routes = [
-            Route("/rollout/{id}" + path, guarded(handler, key, _refusal(path)), methods=["POST"])
+            Route("/rollout/{id}" + path, guarded(handler, key, _make_refusal(path)), methods=["POST"])
             for path, handler in handlers.items()
         ]
-        fetch = Route("/rollouts/next", guarded(self.elsewhere.next, key, _refusal("")), methods=["POST"])
+        fetch = Route(
+            "/rollouts/next", guarded(self.elsewhere.next, key, _make_refusal("")), methods=["POST"]
+        )
         return Starlette(routes=[*routes, fetch])
 
     def has(self, id_: str) -> bool:
-        """Is there a rollout of this id?"""
+        """Return whether there is a rollout of this id."""
         return id_ in self._episodes
 
     def finish(self, id_: str) -> None:
@@ -215,11 +219,11 @@ class AgentServer:
         if episode := self._episodes.get(id_):
             episode.put(None)
 
-    def _begun(self, id_: str) -> None:
+    def _report_begun(self, id_: str) -> None:
         if id_ in self._episodes:
             self._episodes[id_].put(Begun())
 
-    def _episode(self, request: Request) -> Episode:
+    def _find_episode(self, request: Request) -> Episode:
         id_ = request.path_params["id"]
         if id_ not in self._episodes:
             raise ApiError(
@@ -238,7 +242,7 @@ class AgentServer:
         if call.n != 1:
             raise ApiError(f"n is {call.n}; a rollout has one answer to a request", param="n")
         if self._calls == "equals":
-            for_equals((), call.tools)  # raises: an error of the request, not of the run
+            for_equals((), call.tools)  # raises here, so that the error is the request's and not the run's
         if self._opened is not None and (id_ := request.path_params["id"]) not in self._episodes:
             await self._opened(id_)
         if call.grammar:
@@ -248,7 +252,7 @@ class AgentServer:
                 "a rollout's prompt is a chat that the assistant answers; leave out chat_template_kwargs, "
                 "documents, efforts of reasoning, and words of the assistant to be continued"
             )
-        waiting, episode = Waiting(call), self._episode(request)
+        waiting, episode = Waiting(call), self._find_episode(request)
         episode.put(waiting)
         try:
             return await unless_gone(request, waiting.answer())
@@ -256,7 +260,7 @@ class AgentServer:
             episode.leave(waiting)
             raise
 
-    async def _chat(self, request: Request) -> Response:
+    async def _handle_chat(self, request: Request) -> Response:
         body = parsed(ChatBody, await read_body(request))
         call = body.to_call()
         answer = await self._answer(request, call)
@@ -270,40 +274,40 @@ class AgentServer:
             chat=True,
         )
         if body.stream:
-            return await _whole_stream(answer, shape.events)
+            return await _stream_answer(answer, shape.events)
         return JSONResponse(shape.whole([answer], Usage.of([answer])))
 
-    async def _responses(self, request: Request) -> Response:
+    async def _handle_responses(self, request: Request) -> Response:
         body = parsed(ResponsesBody, await read_body(request))
         call = body.to_call()
         answer = await self._answer(request, call)
         shape = ResponseShape(id="rollout", model=MODEL, renderer=self.renderer, call=call, body=body)
         if body.stream:
-            return await _whole_stream(answer, shape.events)
+            return await _stream_answer(answer, shape.events)
         return JSONResponse(shape.whole([answer]))
 
-    async def _messages(self, request: Request) -> Response:
+    async def _handle_messages(self, request: Request) -> Response:
         body = parsed(MessagesBody, await read_body(request))
         answer = await self._answer(request, body.to_call())
         if body.stream:
-            return await _whole_stream(answer, lambda parts: message_events("rollout", MODEL, parts))
+            return await _stream_answer(answer, lambda parts: message_events("rollout", MODEL, parts))
         return JSONResponse(message("rollout", MODEL, [answer]))
 
-    async def _reward(self, request: Request) -> Response:
+    async def _handle_reward(self, request: Request) -> Response:
         """Set the reward of a rollout, once; 409 for a second one."""
         try:
             value = parse_json(await read_body(request))["value"]
         except (ValueError, TypeError, KeyError) as error:
             raise ApiError('send {"value": number}', param="value") from error
-        reward, episode = number(value, "value"), self._episode(request)
+        reward, episode = number(value, "value"), self._find_episode(request)
         if episode.reward is not None:
             raise ApiError(f"the rollout has its reward, {episode.reward:g}", status=409, code="reward_given")
         episode.reward = reward
         return JSONResponse({"reward": episode.reward})
 
 
-async def _whole_stream(answer: Answer, events: Callable[[Any], Any]) -> Response:
-    """A complete answer as an event stream."""
+async def _stream_answer(answer: Answer, events: Callable[[Any], Any]) -> Response:
+    """Return a complete answer as an event stream."""
 
     async def parts() -> Any:
         yield 0, Piece(index=0, text="", emitted=answer.emitted[0])
@@ -312,6 +316,6 @@ async def _whole_stream(answer: Answer, events: Callable[[Any], Any]) -> Respons
     return StreamingResponse(events(parts()), media_type="text/event-stream")
 
 
-def _refusal(path: str) -> Callable[[ApiError], Response]:
+def _make_refusal(path: str) -> Callable[[ApiError], Response]:
     body = error_body if path == "/v1/messages" else ApiError.body
     return lambda error: JSONResponse(body(error), status_code=error.status)

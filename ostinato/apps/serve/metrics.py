@@ -16,7 +16,7 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120
 
 
 class Metrics:
-    """One registry for each server."""
+    """The metrics of a server, in a registry of its own."""
 
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
@@ -37,7 +37,7 @@ class Metrics:
             "ostinato_request_seconds", "From arrival to the end", buckets=_SECONDS, registry=registry
         )
         for kind in ("prompt", "cached", "sampled"):
-            self.tokens.labels(kind)  # 0 from the beginning
+            self.tokens.labels(kind)  # so that each is shown as 0 from the beginning
         self.left = Counter("ostinato_clients_left", "Clients that hung up", registry=registry)
         self.policies = Counter(
             "ostinato_policies", "Newer policies of runs that learn", ["outcome"], registry=registry
@@ -59,14 +59,14 @@ class Metrics:
     def show(
         self, name: str, help_: str, labels: Sequence[str], read: Callable[[str], float], gauge: bool = False
     ) -> None:
-        """Add numbers that are kept elsewhere, by ``outcome``, read at the time of each scrape."""
-        self._registry.register(_Read(f"ostinato_{name}", help_, labels, read, gauge))
+        """Add numbers of another object, by ``outcome``, read at the time of each scrape."""
+        self._registry.register(_LabelledMetric(f"ostinato_{name}", help_, labels, read, gauge))
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
 
 
-class _Read(Collector):
+class _LabelledMetric(Collector):
     """A counter, or a ``gauge``, for each label."""
 
     def __init__(

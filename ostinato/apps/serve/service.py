@@ -1,4 +1,4 @@
-"""From calls to answers: chooses the policy, builds the tokens, checks limits, and runs the requests."""
+"""Answer calls: choose the policy, build the tokens, check the limits and run the requests."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from ostinato.render import Renderer, TooLong
 from ostinato.train.accumulate import prompt_scores
 from ostinato.types import Completion, Emitted, Prompt, Request, Sampling, Stop
 
-LONG = 20_000  # letters, or tokens to be decoded: some 10 ms
-LONG_AT_ONCE = 2  # texts in threads, each of which takes a hundred times its size
+LONG = 20_000  # letters to encode, or tokens to decode, in some 10 ms
+LONG_AT_ONCE = 2  # texts in threads; each takes memory of a hundred times its size
 T = TypeVar("T")
 NOTHING = Completion(
     tokens=np.zeros(0, np.int32),
@@ -96,16 +96,16 @@ class Service:
         self.models = dict(models)
         self.canary: Canary | None = None
         self._thread, self._sequences = thread, 0
-        self._long, self.tokenizing = ThreadPoolExecutor(LONG_AT_ONCE, "tokenizing"), 0  # of long texts, now
+        self._pool, self.tokenizing = ThreadPoolExecutor(LONG_AT_ONCE, "tokenizing"), 0  # of long texts, now
 
     def model(self, name: str) -> Model:
-        """The model of this name; the first one for "". Raises ApiError 404 if there is none."""
+        """Return the model of this name; the first model for "". Raises ApiError 404 if there is none."""
         if not name:
             return next(iter(self.models.values()))
         if name not in self.models:
-            known = ", ".join(self.models)
+            names = ", ".join(self.models)
             raise ApiError(
-                f"the model {name!r} is not served here; there are {known}",
+                f"the model {name!r} is not served here; there are {names}",
                 status=404,
                 param="model",
                 code="model_not_found",
@@ -113,22 +113,23 @@ class Service:
         return self.models[name]
 
     def assigned(self, call: Call, user: str) -> Call:
-        """The call with the model that ``user`` gets; without a user, one drawn for this call only. Of how to
-        sample, what the call leaves out is the model's default."""
-        call = replace(call, **self._sampling_fields(call))
-        found = self.canary
-        if found is None or (call.model or next(iter(self.models))) != found.of:
+        """Return the call with the model that ``user`` gets; without a user, a model drawn for this call
+        only. Sampling settings that the call leaves out are the model's defaults."""
+        call = replace(call, **self._merge_sampling(call))
+        canary = self.canary
+        if canary is None or (call.model or next(iter(self.models))) != canary.of:
             return call
-        arm, _ = canary_arm(user or secrets.token_hex(8), found.round, found.share)
-        return replace(call, model=found.name if arm == "canary" else found.of)
+        arm, _ = canary_arm(user or secrets.token_hex(8), canary.round, canary.share)
+        return replace(call, model=canary.name if arm == "canary" else canary.of)
 
-    def _sampling_fields(self, call: Call) -> dict[str, Any]:
-        """How to sample, by name: what the call says, else the model's default."""
-        given = {name: getattr(call, name) for name in asdict(self.defaults)}
-        return asdict(self.defaults) | {name: value for name, value in given.items() if value is not None}
+    def _merge_sampling(self, call: Call) -> dict[str, Any]:
+        """Return the sampling settings by name: from the call, else the model's default."""
+        fields = {name: getattr(call, name) for name in asdict(self.defaults)}
+        return asdict(self.defaults) | {name: value for name, value in fields.items() if value is not None}
 
     def prompt(self, call: Call) -> np.ndarray:
-        """[P] int32. ApiError for messages that the template refuses, and invalid or too long prompts."""
+        """Return the prompt [P] int32. Raises ApiError for messages that the template refuses, and for
+        prompts that are invalid or too long."""
         try:
             if call.tokens is not None:
                 tokens = np.array(call.tokens, np.int64)
@@ -168,48 +169,51 @@ class Service:
         return tokens.astype(np.int32)
 
     async def tokens(self, call: Call) -> np.ndarray:
-        """``prompt``, while other requests go on."""
-        return await self._aside(_letters((call.text, call.messages, call.tools)), self.prompt, call)
+        """Return ``prompt`` without holding up other requests."""
+        return await self._run_aside(
+            _count_letters((call.text, call.messages, call.tools)), self.prompt, call
+        )
 
     async def encoded(self, text: str) -> np.ndarray:
-        """[T] int32 of a text, while other requests go on."""
-        return await self._aside(len(text), self.renderer.encode, text)
+        """Return the tokens [T] int32 of a text without holding up other requests."""
+        return await self._run_aside(len(text), self.renderer.encode, text)
 
     async def decoded(self, tokens: list[int]) -> str:
-        """The text of tokens, special ones too, while other requests go on."""
-        return await self._aside(len(tokens), partial(self.renderer.decode, tokens, skip_special=False))
+        """Return the text of tokens, with special tokens, without holding up other requests."""
+        return await self._run_aside(len(tokens), partial(self.renderer.decode, tokens, skip_special=False))
 
-    async def _aside(self, size: int, function: Callable[..., T], *arguments: Any) -> T:
-        """The result of ``function``; of a long text from a thread, for it would hold up the event loop."""
+    async def _run_aside(self, size: int, function: Callable[..., T], *arguments: Any) -> T:
+        """Run ``function`` and return its result. A long text is given to a thread, since it would hold up
+        the event loop."""
         if size <= LONG:
             return function(*arguments)
         self.tokenizing += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._long, function, *arguments)
+            return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
         finally:
             self.tokenizing -= 1
 
     def _check_template(self, call: Call) -> None:
-        """ApiError for what the chat template would leave out."""
+        """Raise ApiError for parts of a call that the chat template would leave out."""
         if name := self.renderer.unread(call.messages or (), call.template_kwargs):
             raise ApiError(f"the chat template does not read {name}; leave it out", param=name)
 
     def measure(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> int:
-        """Tokens of a chat as the model reads it."""
+        """Return the number of tokens of a chat in the chat template."""
         return len(self.renderer.chat(messages, tools=tools))
 
     def sampling(self, call: Call, prompt: np.ndarray) -> Sampling:
-        """The call's sampling settings. Raises ApiError if this server cannot sample with them."""
+        """Return the call's sampling settings. Raises ApiError if this server cannot sample with them."""
         room = self.limits.context - len(prompt)
-        most = self.limits.max_tokens if call.max_tokens is None else call.max_tokens
-        if call.max_tokens is not None and most > self.limits.max_tokens:
+        cap = self.limits.max_tokens if call.max_tokens is None else call.max_tokens
+        if call.max_tokens is not None and cap > self.limits.max_tokens:
             raise ApiError(
-                f"max_tokens is {most}; this server gives {self.limits.max_tokens} at most",
+                f"max_tokens is {cap}; this server gives {self.limits.max_tokens} at most",
                 param="max_tokens",
             )
-        if call.max_tokens is not None and max(most, 1) > room:
+        if call.max_tokens is not None and max(cap, 1) > room:
             raise ApiError(
-                f"the prompt has {len(prompt)} tokens and max_tokens is {most}, which exceeds the context of "
+                f"the prompt has {len(prompt)} tokens and max_tokens is {cap}, which exceeds the context of "
                 f"{self.limits.context}; lower max_tokens to {room} or shorten the prompt",
                 param="max_tokens",
                 code="context_length_exceeded",
@@ -222,8 +226,8 @@ class Service:
             raise ApiError("an answer of a grammar ends with it; leave ignore_eos and min_tokens out")
         try:
             return Sampling(
-                **self._sampling_fields(call),
-                max_tokens=max(min(most, room), 1),
+                **self._merge_sampling(call),
+                max_tokens=max(min(cap, room), 1),
                 min_tokens=call.min_tokens,
                 stop_tokens=tuple(sorted({*eos, *call.stop_tokens})),
                 stop_strings=call.stop,
@@ -232,7 +236,7 @@ class Service:
             raise ApiError(str(error).removeprefix("sampling.")) from error
 
     async def requests(self, call: Call, model: Model) -> list[Request]:
-        """One request to ``model`` for each of the ``n`` answers; answer k samples with seed (seed, k)."""
+        """Make a request to ``model`` for each of the ``n`` answers; answer k samples with seed (seed, k)."""
         if call.n > self.limits.n:
             raise ApiError(f"n is {call.n}; this server gives {self.limits.n} at most", param="n")
         if call.top_logprobs > self.limits.top_logprobs:
@@ -241,9 +245,9 @@ class Service:
                 param="top_logprobs",
             )
         if (call.prompt_logprobs or 0) > self.limits.top_logprobs:
-            most = self.limits.top_logprobs
+            limit = self.limits.top_logprobs
             raise ApiError(
-                f"prompt_logprobs is {call.prompt_logprobs}; use 0 to {most}", param="prompt_logprobs"
+                f"prompt_logprobs is {call.prompt_logprobs}; use 0 to {limit}", param="prompt_logprobs"
             )
         prompt = await self.tokens(call)
         sampling = self.sampling(call, prompt)
@@ -251,7 +255,7 @@ class Service:
         guides: list[Guide | None] = [None] * call.n
         if call.grammar:
             guides = [*await self._guides.guides(call.grammar, call.n)]
-        greedy = int(call.logprobs and sampling.temperature == 0)  # its own log-probability is the top one
+        greedy = int(call.logprobs and sampling.temperature == 0)  # its log-probability is the top one
         return [
             Request(
                 tokens=prompt,
@@ -266,8 +270,8 @@ class Service:
         ]
 
     async def prompt_scores(self, call: Call, model: Model) -> Emitted | None:
-        """The prompt's tokens but the first, with their log-probabilities under ``model`` at temperature 1
-        and those of the likeliest. None if the call does not request them."""
+        """Return the prompt's tokens but the first, with their log-probabilities under ``model`` at
+        temperature 1 and those of the likeliest tokens. None if the call does not request them."""
         if (top := call.prompt_logprobs) is None:
             return None
         tokens = await self.tokens(call)
@@ -281,7 +285,7 @@ class Service:
         return Emitted(tokens=tokens[1:], logprobs=logprobs, top=likeliest)
 
     def check_room(self, count: int) -> None:
-        """ApiError for more answers than this server can begin now (429), or ever (400)."""
+        """Raise ApiError for more answers than this server can begin now (429), or ever (400)."""
         if count > self.limits.sequences:
             raise ApiError(
                 f"the request is for {count} answers, and this server gives {self.limits.sequences} at once; "
@@ -299,16 +303,16 @@ class Service:
             )
 
     async def answer(self, call: Call, requests: list[Request]) -> AsyncGenerator[Piece | Answer, None]:
-        """Yields pieces of all answers as they come, and each Answer at its end. The caller must close it.
+        """Yield pieces of all answers as they come, and each Answer at its end. The caller must close it.
 
         Raises ApiError: 429 if too many sequences are in progress, 504 after the time limit, 500 if the
         model's numbers are not finite.
         """
         self.check_room(len(requests))
-        open_ = [_Open(request, self.renderer, call) for request in requests]
+        open_answers = [_OpenAnswer(request, self.renderer, call) for request in requests]
         if call.max_tokens == 0:
-            for index, one in enumerate(open_):
-                yield one.answer(index, NOTHING)
+            for index, open_answer in enumerate(open_answers):
+                yield open_answer.answer(index, NOTHING)
             return
         self._sequences += len(requests)
         start = time.perf_counter()
@@ -316,9 +320,9 @@ class Service:
         try:
             async for index, event in events:
                 if isinstance(event, Emitted):
-                    if not open_[index].emitted and index == 0:
+                    if not open_answers[index].emitted and index == 0:
                         self.metrics.first.observe(time.perf_counter() - start)
-                    yield open_[index].piece(index, event)
+                    yield open_answers[index].piece(index, event)
                     continue
                 if event.stop is Stop.ERROR:
                     guide = requests[index].constraint
@@ -330,8 +334,8 @@ class Service:
                         kind="server_error",
                         code="model_error",
                     )
-                self._count(event, len(requests[index].tokens) if index == 0 else 0, start)
-                yield open_[index].answer(index, event)
+                self._count_answer(event, len(requests[index].tokens) if index == 0 else 0, start)
+                yield open_answers[index].answer(index, event)
         except TimeoutError:
             raise ApiError(
                 f"the answer was not whole after {self.limits.timeout_s:g} s, this server's limit",
@@ -339,20 +343,20 @@ class Service:
                 kind="timeout_error",
                 code="timeout",
             ) from None
-        except ValueError as error:  # what the engine refuses
+        except ValueError as error:  # the engine refuses the request
             raise ApiError(str(error)) from error
         finally:
             self._sequences -= len(requests)
             await events.aclose()
 
-    def _count(self, done: Completion, prompt: int, start: float) -> None:
+    def _count_answer(self, completion: Completion, prompt: int, start: float) -> None:
         seconds, metrics = time.perf_counter() - start, self.metrics
         metrics.total.observe(seconds)
         metrics.tokens.labels("prompt").inc(prompt)
-        metrics.tokens.labels("cached").inc(done.cached_tokens)
-        metrics.tokens.labels("sampled").inc(len(done.tokens))
-        if len(done.tokens) > 1:
-            metrics.between.observe(seconds / len(done.tokens))
+        metrics.tokens.labels("cached").inc(completion.cached_tokens)
+        metrics.tokens.labels("sampled").inc(len(completion.tokens))
+        if len(completion.tokens) > 1:
+            metrics.between.observe(seconds / len(completion.tokens))
 
     @property
     def under_way(self) -> int:
@@ -360,15 +364,15 @@ class Service:
         return self._sequences
 
 
-def _letters(value: Any) -> int:
-    """Roughly the letters of texts in lists and objects, each part counting as 32 more."""
+def _count_letters(value: Any) -> int:
+    """Return roughly the letters of texts in lists and objects; each part counts as 32 more."""
     if isinstance(value, str):
         return len(value)
     parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    return sum(32 + _letters(part) for part in parts)
+    return sum(32 + _count_letters(part) for part in parts)
 
 
-class _Open:
+class _OpenAnswer:
     """An answer in progress."""
 
     def __init__(self, request: Request, renderer: Renderer, call: Call) -> None:

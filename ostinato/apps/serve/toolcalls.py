@@ -7,8 +7,8 @@ Calls are read in the format that Qwen, Hermes and SmolLM3 use:
     </tool_call>
 
 Agents of small models have a shorter form, ``equals``: an answer that ends in "5=" calls the only tool with
-5, as with the calculator of GSM8K (arXiv 2110.14168). Its result is a user message; the tool is undescribed,
-as such a model has not learned to read a description.
+5, as with the calculator of GSM8K (arXiv 2110.14168). The result of the tool is a user message. The prompt
+does not describe the tool, as such a model has not learned to read a description.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ CallForm = Literal["json", "equals"]
 
 
 def read_calls(text: str, prefix: str) -> tuple[str, tuple[ToolCall, ...]]:
-    """(text without its tool calls, the calls). If one of them cannot be parsed, all stay text.
+    """Return (text without its tool calls, the calls). If a call cannot be parsed, all stay text.
 
     Ids are ``prefix`` and a number, so that the same request gives the same answer.
     """
     calls = parse_calls(text)
     if not calls or any(call.error for call in calls):
         return text, ()
-    made = tuple(
+    tool_calls = tuple(
         ToolCall(
             id=f"call_{prefix}{number}",
             name=call.name,
@@ -41,14 +41,14 @@ def read_calls(text: str, prefix: str) -> tuple[str, tuple[ToolCall, ...]]:
         )
         for number, call in enumerate(calls)
     )
-    return text.partition(OPEN)[0].rstrip(), made
+    return text.partition(OPEN)[0].rstrip(), tool_calls
 
 
 def for_equals(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages for a model that calls its tool by "argument=". Raises ApiError unless ``tools`` are one
-    tool with one parameter, or none."""
+    """Convert messages for a model that calls its tool by "argument=". Raises ApiError unless ``tools`` is
+    empty or a single tool with a single parameter."""
     if tools:
-        _only(tools)
+        _read_only_tool(tools)
     chat = []
     for message in messages:
         role, text = message["role"], message.get("content") or ""
@@ -61,23 +61,24 @@ def for_equals(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) 
 def read_equals(
     text: str, tools: Sequence[Mapping[str, Any]], prefix: str
 ) -> tuple[str, tuple[ToolCall, ...]]:
-    """Like ``read_calls``, for the format ``equals``; ``text`` includes its stop string."""
-    found = EQUALS.search(text)
-    if found is None:
+    """Do the same as ``read_calls`` for the format ``equals``; ``text`` includes its stop string."""
+    match = EQUALS.search(text)
+    if match is None:
         return text, ()
-    name, parameter, number = *_only(tools), int(found[1])
+    name, parameter, number = *_read_only_tool(tools), int(match[1])
     arguments = json.dumps({parameter[0]: str(number) if parameter[1] == "string" else number})
-    return text[: found.start()], (ToolCall(id=f"call_{prefix}0", name=name, arguments=arguments),)
+    return text[: match.start()], (ToolCall(id=f"call_{prefix}0", name=name, arguments=arguments),)
 
 
-def _only(tools: Sequence[Mapping[str, Any]]) -> tuple[str, tuple[str, str]]:
-    """(name, (parameter, its type)) of the only tool."""
+def _read_only_tool(tools: Sequence[Mapping[str, Any]]) -> tuple[str, tuple[str, str]]:
+    """Return (name, (parameter, its type)) of the only tool. Raises ApiError unless there is just one, with
+    one parameter."""
     functions = [tool.get("function", tool) for tool in tools]
     fields = [(function.get("parameters") or {}).get("properties") or {} for function in functions]
     if len(tools) != 1 or len(fields[0]) != 1:
         raise ApiError(
             'task.agent_tool_calls is "equals", which is for one tool with one parameter; the request has '
-            f"{len(tools)} with {', '.join(str(len(each)) for each in fields)} parameters",
+            f"{len(tools)} with {', '.join(str(len(parameters)) for parameters in fields)} parameters",
             param="tools",
         )
     ((name, schema),) = fields[0].items()
@@ -90,11 +91,11 @@ class TextStream:
 
     def __init__(self, renderer: Renderer, stop: Sequence[str], *, tools: bool) -> None:
         self._decoder = IncrementalDecoder(renderer, stop)
-        self._held = (*stop, OPEN) if tools else tuple(stop)
-        self._tools, self._sent, self._stopped = tools, 0, False
+        self._markers = (*stop, OPEN) if tools else tuple(stop)
+        self._tools, self._num_sent, self._stopped = tools, 0, False
 
     def push(self, tokens: Sequence[int]) -> str:
-        """Add ``tokens``; returns the text that has become final."""
+        """Add ``tokens`` and return the text that has become final."""
         for token in tokens:
             if self._stopped:
                 break
@@ -103,21 +104,21 @@ class TextStream:
         if self._tools and OPEN in text:
             text = text[: text.index(OPEN)].rstrip()
         else:
-            text = text if self._stopped else text[: len(text) - _overhang(text, self._held)]
+            text = text if self._stopped else text[: len(text) - _measure_overhang(text, self._markers)]
             text = text.rstrip() if self._tools else text  # blanks before a call are not content
-        fresh = text[self._sent :]
-        self._sent = max(self._sent, len(text))
-        return fresh
+        new_text = text[self._num_sent :]
+        self._num_sent = max(self._num_sent, len(text))
+        return new_text
 
     def rest(self, content: str) -> str:
-        """The part of the whole ``content`` that has not been returned yet."""
-        return content[self._sent :]
+        """Return the part of the whole ``content`` that has not been returned yet."""
+        return content[self._num_sent :]
 
 
-def _overhang(text: str, strings: Sequence[str]) -> int:
-    """Length of the longest suffix of ``text`` that is a prefix of one of ``strings``."""
-    most = max((len(string) for string in strings), default=0)
-    for length in range(min(most, len(text)), 0, -1):
+def _measure_overhang(text: str, strings: Sequence[str]) -> int:
+    """Return the length of the longest suffix of ``text`` that is a prefix of one of ``strings``."""
+    max_length = max((len(string) for string in strings), default=0)
+    for length in range(min(max_length, len(text)), 0, -1):
         if any(string.startswith(text[-length:]) for string in strings):
             return length
     return 0
