@@ -29,7 +29,7 @@ class ServedTasks:
     def episodes(
         self, task: OneTask, counters: Counter[str], new_memory: Callable[[], ChatMemory] | None
     ) -> Callable[[Prompt], Env]:
-        """What makes the episode of a prompt."""
+        """Return a function that makes the episode of a prompt."""
         if task.agent == REMOTE:
             agent = self._server.elsewhere.fetched
         elif task.agent_url:
@@ -37,10 +37,10 @@ class ServedTasks:
         else:
             agent = agent_of(task.agent, task.agent_command, task.env_params)
 
-        waits = task.agent.startswith(VERIFIERS)  # for its place among those that play
-        silence_s = task.agent_wait_s if waits else task.agent_silence_s
+        is_verifiers = task.agent.startswith(VERIFIERS)  # such an agent may wait until others have ended
+        silence_s = task.agent_wait_s if is_verifiers else task.agent_silence_s
 
-        def episode(prompt: Prompt) -> Env:
+        def make_episode(prompt: Prompt) -> Env:
             return AgentEpisode(
                 self._server,
                 agent,
@@ -52,25 +52,26 @@ class ServedTasks:
                 chat=new_memory() if new_memory else None,
             )
 
-        return episode
+        return make_episode
 
     def close(self) -> None:
         self._server.close()
 
 
 def open_agents(recipe: Recipe, renderer: Renderer) -> ServedTasks:
-    """The server that the recipe's agents call. ValueError without what it needs."""
+    """Open the server that the recipe's agents call. Raises ValueError for an agent that does not exist, or
+    without a chat template."""
     tasks = [task for task in recipe.task.by_name.values() if task.has_agent]
     for task in tasks:
         if not task.agent_elsewhere:
-            agent_of(task.agent, task.agent_command, task.env_params)  # or it says why there is none
+            agent_of(task.agent, task.agent_command, task.env_params)  # raises ValueError if there is none
     if not renderer.has_chat_template:
         raise ValueError(f"task.agent needs a chat template, and {renderer.folder} has none")
     task, place = tasks[0], Place()  # the others have the same place
-    if any(each.agent_elsewhere for each in tasks):
+    if any(entry.agent_elsewhere for entry in tasks):
         key = key_for(task.agent_host, "task.agent_host")
         place = Place(host=task.agent_host, port=task.agent_port, address=task.agent_address, key=key)
     server = AgentServer(renderer, place, calls=task.agent_tool_calls, wait_s=task.agent_wait_s)
-    if any(each.agent == REMOTE for each in tasks):
+    if any(entry.agent == REMOTE for entry in tasks):
         log.info("agents fetch rollouts at %s/rollouts/next", server.address)
     return ServedTasks(server)

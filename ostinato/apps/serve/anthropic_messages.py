@@ -1,4 +1,4 @@
-"""Anthropic's messages: the parts that agents use."""
+"""Anthropic's messages API: the parts that agents use."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class _Message(Strict):
 
 
 class Thinking(Strict):
-    """``thinking``; a budget of tokens is not kept here."""
+    """``thinking``. A budget of tokens is refused, as this server cannot keep it."""
 
     harmless = frozenset({"display"})
     type: Literal["disabled", "adaptive"]
@@ -64,21 +64,21 @@ class MessagesBody(Strict):
     tool_choice: dict[str, Any] | None = None
     thinking: Thinking | None = None
     stream: bool | None = False
-    seed: int | None = None  # our addition: a request with it has a reproducible answer
+    seed: int | None = None  # our addition, for reproducible answers
 
     def to_call(self) -> Call:
         choice = (self.tool_choice or {}).get("type", "auto")
-        forced = {"any": "required", "tool": self.tool_choice}.get(choice, choice)
-        tools, thinks = tuple(_tool(tool) for tool in self.tools or ()), self.thinking
+        tool_choice = {"any": "required", "tool": self.tool_choice}.get(choice, choice)
+        tools, thinking = tuple(_convert_tool(tool) for tool in self.tools or ()), self.thinking
         return Call(
             model=self.model,
             messages=tuple(self._messages()),
             tools=tools,
             tool_choice="none" if choice == "none" else "auto",
             parallel_calls=not (self.tool_choice or {}).get("disable_parallel_tool_use"),
-            template_kwargs={} if thinks is None else {"enable_thinking": thinks.type == "adaptive"},
-            continue_final=self._continues(),
-            grammar=call_grammar(forced, tools),
+            template_kwargs={} if thinking is None else {"enable_thinking": thinking.type == "adaptive"},
+            continue_final=self._continues_answer(),
+            grammar=call_grammar(tool_choice, tools),
             seed=self.seed,
             temperature=self.temperature,
             top_p=self.top_p,
@@ -87,57 +87,61 @@ class MessagesBody(Strict):
             stop=tuple(self.stop_sequences or ()),
         )
 
-    def _continues(self) -> bool:
-        """Is the last message the beginning of the answer?"""
-        *_, last = ({}, *self._messages())  # a message without blocks is none
+    def _continues_answer(self) -> bool:
+        """Return whether the last message is the beginning of the answer."""
+        *_, last = ({}, *self._messages())  # messages without blocks are left out
         return last.get("role") == "assistant" and not last.get("tool_calls")
 
     def _messages(self) -> Iterator[dict[str, Any]]:
         if self.system:
-            yield {"role": "system", "content": _text(self.system)}
+            yield {"role": "system", "content": _join_text(self.system)}
         for message in self.messages:
-            yield from _plain(message)
+            yield from _to_openai(message)
 
 
-def _text(content: str | list[Block]) -> str:
-    """The text of a content. Raises ApiError for blocks of another type."""
+def _join_text(content: str | list[Block]) -> str:
+    """Return the text of a content. Raises ApiError for blocks of another type."""
     if isinstance(content, str):
         return content
     for block in content:
-        _check(block, "text")
+        _check_type(block, "text")
     return "".join(block.text for block in content)
 
 
-def _check(block: Block, *types: str) -> None:
+def _check_type(block: Block, *types: str) -> None:
     if block.type not in types:
         raise ApiError(f"blocks of type {block.type!r} are not supported by this server", param="messages")
 
 
-def _plain(message: _Message) -> Iterator[dict[str, Any]]:
-    """The message in OpenAI's format; results of tools come before the user's own text."""
+def _to_openai(message: _Message) -> Iterator[dict[str, Any]]:
+    """Yield the message in OpenAI's format; results of tools come before the user's own text."""
     if isinstance(message.content, str):
         yield {"role": message.role, "content": message.content}
         return
     for block in message.content:
-        _check(block, "text", "tool_use", "tool_result", "thinking")
+        _check_type(block, "text", "tool_use", "tool_result", "thinking")
         if block.type == "tool_result":
             result = block.content or ""
             if not isinstance(result, str):
-                result = _text([check_body(Block, part, "messages") for part in result])
+                result = _join_text([check_body(Block, part, "messages") for part in result])
             yield {"role": "tool", "content": result, "tool_call_id": block.tool_use_id}
     thought = "".join(block.thinking for block in message.content if block.type == "thinking")
     text = "".join(block.text for block in message.content if block.type == "text")
     calls = [
-        {"id": b.id, "type": "function", "function": {"name": b.name, "arguments": json.dumps(b.input or {})}}
-        for b in message.content
-        if b.type == "tool_use"
+        {
+            "id": block.id,
+            "type": "function",
+            "function": {"name": block.name, "arguments": json.dumps(block.input or {})},
+        }
+        for block in message.content
+        if block.type == "tool_use"
     ]
-    more = {"tool_calls": calls, "reasoning_content": thought}
+    extra = {"tool_calls": calls, "reasoning_content": thought}
     if text or calls or thought:
-        yield {"role": message.role, "content": text, **{key: value for key, value in more.items() if value}}
+        yield {"role": message.role, "content": text, **{key: value for key, value in extra.items() if value}}
 
 
-def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+def _convert_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(tool.get("name"), str) or "input_schema" not in tool:
         raise ApiError("a tool has no name or no input_schema; server tools are not supported", param="tools")
     function = {
@@ -149,11 +153,13 @@ def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def message(id_: str, model: str, answers: list[Answer]) -> dict[str, Any]:
-    """The response to a request that does not stream; without answers, the start of a stream."""
+    """Return the response to a request that does not stream; without answers, the start of a stream."""
     blocks: list[dict[str, Any]] = []
     for answer in answers:
         blocks += [{"type": "text", "text": answer.content}] if answer.content else []
-        blocks += [_tool_use(call.id, call.name, json.loads(call.arguments)) for call in answer.tool_calls]
+        blocks += [
+            _make_tool_use(call.id, call.name, json.loads(call.arguments)) for call in answer.tool_calls
+        ]
     return {
         "id": f"msg_{id_}",
         "type": "message",
@@ -162,15 +168,15 @@ def message(id_: str, model: str, answers: list[Answer]) -> dict[str, Any]:
         "content": blocks,
         "stop_reason": stop_reason(answers[0]) if answers else None,
         "stop_sequence": None,
-        "usage": _usage(answers),
+        "usage": _make_usage(answers),
     }
 
 
-def _tool_use(id_: str, name: str, arguments: Any) -> dict[str, Any]:
+def _make_tool_use(id_: str, name: str, arguments: Any) -> dict[str, Any]:
     return {"type": "tool_use", "id": id_, "name": name, "input": arguments}
 
 
-def _usage(answers: list[Answer]) -> dict[str, int]:
+def _make_usage(answers: list[Answer]) -> dict[str, int]:
     usage = Usage.of(answers)
     return {
         "input_tokens": usage.prompt - usage.cached,
@@ -191,37 +197,37 @@ def stop_reason(answer: Answer) -> str:
 async def events(
     id_: str, model: str, parts: AsyncIterator[tuple[int, Piece | Answer]]
 ) -> AsyncIterator[str]:
-    """The event stream of one answer."""
+    """Yield the event stream of an answer."""
 
-    def event(kind: str, **data: Any) -> str:
+    def make_event(kind: str, **data: Any) -> str:
         return sse({"type": kind, **data}, kind)
 
-    yield event("message_start", message=message(id_, model, []))
-    begun, index = False, 0
+    yield make_event("message_start", message=message(id_, model, []))
+    has_text, index = False, 0
     async for _, part in parts:
         text = part.text if isinstance(part, Piece) else part.rest
-        if text and not begun:
-            begun = True
-            yield event("content_block_start", index=0, content_block={"type": "text", "text": ""})
+        if text and not has_text:
+            has_text = True
+            yield make_event("content_block_start", index=0, content_block={"type": "text", "text": ""})
         if text:
-            yield event("content_block_delta", index=0, delta={"type": "text_delta", "text": text})
+            yield make_event("content_block_delta", index=0, delta={"type": "text_delta", "text": text})
         if isinstance(part, Answer):
-            if begun:
-                yield event("content_block_stop", index=0)
-            index = int(begun)
+            if has_text:
+                yield make_event("content_block_stop", index=0)
+            index = int(has_text)
             for call in part.tool_calls:
-                block = _tool_use(call.id, call.name, {})
-                yield event("content_block_start", index=index, content_block=block)
+                block = _make_tool_use(call.id, call.name, {})
+                yield make_event("content_block_start", index=index, content_block=block)
                 delta = {"type": "input_json_delta", "partial_json": call.arguments}
-                yield event("content_block_delta", index=index, delta=delta)
-                yield event("content_block_stop", index=index)
+                yield make_event("content_block_delta", index=index, delta=delta)
+                yield make_event("content_block_stop", index=index)
                 index += 1
             end = {"stop_reason": stop_reason(part), "stop_sequence": None}
-            yield event("message_delta", delta=end, usage=_usage([part]))
-            yield event("message_stop")
+            yield make_event("message_delta", delta=end, usage=_make_usage([part]))
+            yield make_event("message_stop")
 
 
 def error_body(error: ApiError) -> dict[str, Any]:
-    """The error in Anthropic's format."""
+    """Return the error in Anthropic's format."""
     kind = _KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": str(error)}}

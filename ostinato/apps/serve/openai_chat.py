@@ -21,7 +21,7 @@ UNLIKELY = -9999.0  # OpenAI's number for a token of probability 0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """How one response is written."""
+    """The settings of a response, and the methods that write it."""
 
     id: str
     model: str
@@ -44,150 +44,163 @@ class Shape:
     def whole(
         self, answers: Sequence[Answer], usage: Usage, scores: Sequence[Emitted | None] = ()
     ) -> dict[str, Any]:
-        """The response to a request that does not stream. ``scores``: of each answer's prompt."""
+        """Return the response to a request that does not stream. ``scores``: of each answer's prompt."""
         scores = scores or [None] * len(answers)
-        choices = [self._choice(*each, index) for index, each in enumerate(zip(answers, scores, strict=True))]
+        choices = [
+            self._make_choice(*pair, index) for index, pair in enumerate(zip(answers, scores, strict=True))
+        ]
         return self.head(False, answers[0].version) | {"choices": choices, "usage": usage.body()}
 
-    def _choice(self, answer: Answer, scores: Emitted | None, index: int) -> dict[str, Any]:
+    def _make_choice(self, answer: Answer, scores: Emitted | None, index: int) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": index, "finish_reason": answer.finish_reason}
         if self.chat:
             choice["message"] = message_of(answer)
-            choice["logprobs"] = self._chat_logprobs(answer.emitted)
+            choice["logprobs"] = self._format_chat_logprobs(answer.emitted)
         else:
             choice["text"] = answer.content
-            choice["logprobs"] = self._text_logprobs(answer.emitted, 0)
+            choice["logprobs"] = self._format_text_logprobs(answer.emitted, 0)
             assert isinstance(self.body, CompletionBody)
             if self.body.echo:
-                choice |= self._echoed(answer, scores, choice["logprobs"])
+                choice |= self._echo_prompt(answer, scores, choice["logprobs"])
             if scores is not None and self.body.prompt_logprobs is not None:
-                choice["prompt_logprobs"] = self._prompt_logprobs(answer, scores, self.body.prompt_logprobs)
-        return choice | self._extra(answer)
+                choice["prompt_logprobs"] = self._format_prompt_logprobs(
+                    answer, scores, self.body.prompt_logprobs
+                )
+        return choice | self._make_extra(answer)
 
-    def _extra(self, answer: Answer) -> dict[str, Any]:
-        """vLLM's token ids, and fields that only this server has."""
+    def _make_extra(self, answer: Answer) -> dict[str, Any]:
+        """Return vLLM's token ids, and fields that only this server has."""
         extra: dict[str, Any] = {}
-        done = answer.completion
+        completion = answer.completion
         if self.body.return_token_ids:
             extra |= {
                 "prompt_token_ids": answer.prompt.tolist(),
-                "token_ids": done.tokens.tolist(),
-                "versions": done.versions.tolist(),
+                "token_ids": completion.tokens.tolist(),
+                "versions": completion.versions.tolist(),
                 "seed": list(answer.seed),
             }
-        if self.body.return_routed_experts and done.experts is not None:
-            extra["routed_experts"] = done.experts.tolist()
+        if self.body.return_routed_experts and completion.experts is not None:
+            extra["routed_experts"] = completion.experts.tolist()
         return extra
 
     # ---- the prompt, in completions
 
-    def _echoed(self, answer: Answer, scores: Emitted | None, logprobs: Any) -> dict[str, Any]:
-        """The text with the prompt before it, and log-probabilities for both; the first token has none."""
-        was_text = self.call.text is not None  # which has no special tokens; what stands before it has
-        prompt = self.renderer.decode(answer.prompt, skip_special=was_text)
+    def _echo_prompt(self, answer: Answer, scores: Emitted | None, logprobs: Any) -> dict[str, Any]:
+        """The text with the prompt before it, and log-probabilities of both; the first token has none."""
+        is_text = self.call.text is not None  # a text has no special tokens, but they may be added before it
+        prompt = self.renderer.decode(answer.prompt, skip_special=is_text)
         if logprobs is None or scores is None:
             return {"text": prompt + answer.content}
-        first = int(answer.prompt[0])
-        length = len(self.renderer.decode([first], skip_special=was_text))
-        before = self._text_logprobs([scores], length, drawn=False)
-        joined: dict[str, Any] = {"tokens": [self._text(first)], "text_offset": [0]}
-        joined |= {"token_logprobs": [None], "top_logprobs": [None]}
-        assert before is not None
-        after = logprobs["text_offset"]
-        logprobs = logprobs | {"text_offset": [len(prompt) + offset for offset in after]}
-        for name, values in joined.items():
-            joined[name] = None if before[name] is None else [*values, *before[name], *logprobs[name]]
-        return {"text": prompt + answer.content, "logprobs": joined}
+        first_token = int(answer.prompt[0])
+        length = len(self.renderer.decode([first_token], skip_special=is_text))
+        prompt_logprobs = self._format_text_logprobs([scores], length, is_sampled=False)
+        columns: dict[str, Any] = {"tokens": [self._decode_token(first_token)], "text_offset": [0]}
+        columns |= {"token_logprobs": [None], "top_logprobs": [None]}
+        assert prompt_logprobs is not None
+        offsets = logprobs["text_offset"]
+        logprobs = logprobs | {"text_offset": [len(prompt) + offset for offset in offsets]}
+        for name, values in columns.items():
+            columns[name] = (
+                None if prompt_logprobs[name] is None else [*values, *prompt_logprobs[name], *logprobs[name]]
+            )
+        return {"text": prompt + answer.content, "logprobs": columns}
 
-    def _prompt_logprobs(
-        self, answer: Answer, scores: Emitted, most: int
+    def _format_prompt_logprobs(
+        self, answer: Answer, scores: Emitted, top_n: int
     ) -> list[dict[str, dict[str, Any]] | None]:
-        """vLLM's: for each token but the first its log-probability, and those of the ``most`` likeliest."""
+        """Return, as vLLM does, the log-probability of each token but the first, and those of the ``top_n``
+        likeliest."""
         places: list[dict[str, dict[str, Any]] | None] = [None]
         for token, logprob, (ids, logprobs) in tokens_of([scores], greedy=False):
-            known = {token: logprob, **dict(list(zip(ids, logprobs, strict=True))[:most])}
-            texts = {id_: self.renderer.decode([id_], skip_special=False) for id_ in known}
-            places.append({str(id_): {"logprob": p, "decoded_token": texts[id_]} for id_, p in known.items()})
+            logprob_by_id = {token: logprob, **dict(list(zip(ids, logprobs, strict=True))[:top_n])}
+            texts = {id_: self.renderer.decode([id_], skip_special=False) for id_ in logprob_by_id}
+            places.append(
+                {str(id_): {"logprob": p, "decoded_token": texts[id_]} for id_, p in logprob_by_id.items()}
+            )
         return places
 
     # ---- streaming
 
     async def events(self, parts: AsyncIterator[tuple[int, Piece | Answer]]) -> AsyncIterator[str]:
-        """Lines of the event stream; ``parts`` come with the number of their choice."""
+        """Yield the lines of the event stream; ``parts`` come with the number of their choice."""
         answers: list[Answer] = []
-        begun: set[int] = set()
+        open_indices: set[int] = set()
         offsets: dict[int, int] = {}
         version: int | None = None
         async for index, part in parts:
             version = part.emitted.version if isinstance(part, Piece) else part.version
-            if index not in begun and self.chat:
-                yield self._chunk(index, {"role": "assistant", "content": ""}, version)
-            begun.add(index)
+            if index not in open_indices and self.chat:
+                yield self._make_chunk(index, {"role": "assistant", "content": ""}, version)
+            open_indices.add(index)
             if isinstance(part, Piece):
                 if part.text or self.call.logprobs:
                     offset = offsets.get(index, 0)
                     offsets[index] = offset + len(part.text)
-                    yield self._part(index, part.text, [part.emitted], offset, version)
+                    yield self._make_part_event(index, part.text, [part.emitted], offset, version)
                 continue
             answers.append(part)
-            for event in self._end(index, part):
+            for event in self._make_end_events(index, part):
                 yield event
         if self.body.stream_options is not None and self.body.stream_options.include_usage:
             yield sse(self.head(True, version) | {"choices": [], "usage": Usage.of(answers).body()})
         yield "data: [DONE]\n\n"
 
-    def _part(
+    def _make_part_event(
         self, index: int, text: str, emitted: Sequence[Emitted], offset: int, version: int | None
     ) -> str:
         if self.chat:
-            return self._chunk(index, {"content": text}, version, logprobs=self._chat_logprobs(emitted))
-        return self._chunk(index, text, version, logprobs=self._text_logprobs(emitted, offset))
+            return self._make_chunk(
+                index, {"content": text}, version, logprobs=self._format_chat_logprobs(emitted)
+            )
+        return self._make_chunk(index, text, version, logprobs=self._format_text_logprobs(emitted, offset))
 
-    def _end(self, index: int, answer: Answer) -> Iterator[str]:
+    def _make_end_events(self, index: int, answer: Answer) -> Iterator[str]:
         if answer.rest:
-            yield self._part(index, answer.rest, [], len(answer.content) - len(answer.rest), answer.version)
+            yield self._make_part_event(
+                index, answer.rest, [], len(answer.content) - len(answer.rest), answer.version
+            )
         if answer.tool_calls:
             calls = [{"index": n, **tool_call(call)} for n, call in enumerate(answer.tool_calls)]
-            yield self._chunk(index, {"tool_calls": calls}, answer.version)
-        last: Any = {} if self.chat else ""
-        more = {"finish_reason": answer.finish_reason, **self._extra(answer)}
-        yield self._chunk(index, last, answer.version, **more)
+            yield self._make_chunk(index, {"tool_calls": calls}, answer.version)
+        content: Any = {} if self.chat else ""
+        fields = {"finish_reason": answer.finish_reason, **self._make_extra(answer)}
+        yield self._make_chunk(index, content, answer.version, **fields)
 
-    def _chunk(self, index: int, content: Any, version: int | None, **more: Any) -> str:
+    def _make_chunk(self, index: int, content: Any, version: int | None, **fields: Any) -> str:
         choice = {"index": index, "delta" if self.chat else "text": content, "finish_reason": None}
-        return sse(self.head(True, version) | {"choices": [choice | {"logprobs": None} | more]})
+        return sse(self.head(True, version) | {"choices": [choice | {"logprobs": None} | fields]})
 
     # ---- log-probabilities
 
-    def _chat_logprobs(self, emitted: Sequence[Emitted]) -> dict[str, Any] | None:
+    def _format_chat_logprobs(self, emitted: Sequence[Emitted]) -> dict[str, Any] | None:
         if not self.call.logprobs:
             return None
-        return {"content": logprob_entries(self.call, emitted, self._text), "refusal": None}
+        return {"content": logprob_entries(self.call, emitted, self._decode_token), "refusal": None}
 
-    def _text(self, token: int) -> str:
+    def _decode_token(self, token: int) -> str:
         as_id = self.body.return_tokens_as_token_ids
         return f"token_id:{token}" if as_id else self.renderer.decode([token], skip_special=False)
 
-    def _text_logprobs(
-        self, emitted: Sequence[Emitted], offset: int, *, drawn: bool = True
+    def _format_text_logprobs(
+        self, emitted: Sequence[Emitted], offset: int, *, is_sampled: bool = True
     ) -> dict[str, Any] | None:
-        """In the format of completions; not ``drawn`` are tokens of the prompt."""
+        """Return log-probabilities in the format of completions. Prompt tokens are not ``is_sampled``."""
         if not self.call.logprobs:
             return None
-        known = list(tokens_of(emitted, greedy=drawn and self.call.temperature == 0))
-        lengths = [len(self.renderer.decode([token], skip_special=False)) for token, *_ in known]
-        most = self.call.top_logprobs
+        entries = list(tokens_of(emitted, greedy=is_sampled and self.call.temperature == 0))
+        lengths = [len(self.renderer.decode([token], skip_special=False)) for token, *_ in entries]
+        top_n = self.call.top_logprobs
         tops = [
             {
-                self._text(id_): max(float(p), UNLIKELY)
-                for id_, p in reversed(list(zip(*top, strict=True))[:most])
+                self._decode_token(id_): max(float(p), UNLIKELY)
+                for id_, p in reversed(list(zip(*top, strict=True))[:top_n])
             }
-            for *_, top in known
-        ]  # reversed: of tokens with one text, such as halves of characters, the likelier one stays
+            for *_, top in entries
+        ]  # reversed: of tokens with the same text, such as halves of characters, the likeliest stays
         return {
-            "tokens": [self._text(token) for token, *_ in known],
-            "token_logprobs": [max(float(logprob), UNLIKELY) for _, logprob, _ in known],
-            "top_logprobs": tops if most else None,
+            "tokens": [self._decode_token(token) for token, *_ in entries],
+            "token_logprobs": [max(float(logprob), UNLIKELY) for _, logprob, _ in entries],
+            "top_logprobs": tops if top_n else None,
             "text_offset": np.cumsum([offset, *lengths])[:-1].tolist(),
         }
 
@@ -195,15 +208,19 @@ class Shape:
 def logprob_entries(
     call: Call, emitted: Sequence[Emitted], text: Callable[[int], str]
 ) -> list[dict[str, Any]]:
-    """The log-probabilities of tokens in the format of chats and responses; ``text`` of a token."""
+    """Return log-probabilities in the format of chats and responses; ``text`` decodes a token."""
 
-    def entry(token: int, logprob: float) -> dict[str, Any]:
-        written = text(token)
-        return {"token": written, "logprob": max(float(logprob), UNLIKELY), "bytes": list(written.encode())}
+    def make_entry(token: int, logprob: float) -> dict[str, Any]:
+        token_text = text(token)
+        return {
+            "token": token_text,
+            "logprob": max(float(logprob), UNLIKELY),
+            "bytes": list(token_text.encode()),
+        }
 
     return [
-        entry(token, logprob)
-        | {"top_logprobs": [entry(*pair) for pair in list(zip(*top, strict=True))[: call.top_logprobs]]}
+        make_entry(token, logprob)
+        | {"top_logprobs": [make_entry(*pair) for pair in list(zip(*top, strict=True))[: call.top_logprobs]]}
         for token, logprob, top in tokens_of(emitted, greedy=call.temperature == 0)
     ]
 
@@ -211,17 +228,17 @@ def logprob_entries(
 def tokens_of(
     emitted: Sequence[Emitted], *, greedy: bool
 ) -> Iterator[tuple[int, float, tuple[Sequence[int], Sequence[float]]]]:
-    """(token, log-probability, (top tokens, their log-probabilities)) of every token. A ``greedy`` token was
-    not drawn: its log-probability is that of the distribution whose argmax it was."""
+    """Yield (token, log-probability, (top tokens, their log-probabilities)) of every token. A ``greedy``
+    token was not drawn: its log-probability is that of the distribution whose argmax it was."""
     for part in emitted:
         tops = part.top or [(np.zeros(0, np.int64), np.zeros(0, np.float32))] * len(part.tokens)
         for token, logprob, (ids, logprobs) in zip(part.tokens.tolist(), part.logprobs, tops, strict=True):
-            own = float(logprobs[0]) if greedy and len(logprobs) else float(logprob)
-            yield token, own, (ids.tolist(), logprobs.tolist())
+            token_logprob = float(logprobs[0]) if greedy and len(logprobs) else float(logprob)
+            yield token, token_logprob, (ids.tolist(), logprobs.tolist())
 
 
 def message_of(answer: Answer) -> dict[str, Any]:
-    """The assistant's message."""
+    """Return the assistant's message."""
     message: dict[str, Any] = {"role": "assistant", "content": answer.content, "refusal": None}
     if answer.tool_calls:
         message["tool_calls"] = [tool_call(call) for call in answer.tool_calls]
@@ -235,7 +252,7 @@ def tool_call(call: ToolCall) -> dict[str, Any]:
 
 
 def sse(data: Mapping[str, Any], event: str = "") -> str:
-    """One server-sent event."""
+    """Return a server-sent event."""
     name = f"event: {event}\n" if event else ""
     return f"{name}data: {json.dumps(data, ensure_ascii=False)}\n\n"
 
@@ -246,7 +263,7 @@ def sse(data: Mapping[str, Any], event: str = "") -> str:
 class GenerateParams(Sampled):
     """``sampling_params``."""
 
-    harmless = frozenset({"skip_special_tokens", "detokenize", "output_kind"})  # of a text, which is not sent
+    harmless = frozenset({"skip_special_tokens", "detokenize", "output_kind"})  # no text is sent
     logprobs: Annotated[int, Field(ge=0)] | None = None
 
 
@@ -271,7 +288,7 @@ class GenerateBody(Strict):
 
 
 def generation(id_: str, call: Call, answers: Sequence[Answer]) -> dict[str, Any]:
-    """The response; in log-probabilities tokens have the text ``token_id:42``."""
+    """Return the response. In log-probabilities, tokens have the text ``token_id:42``."""
     choices = []
     for index, answer in enumerate(answers):
         entries = logprob_entries(call, answer.emitted, lambda token: f"token_id:{token}")

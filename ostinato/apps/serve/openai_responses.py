@@ -44,7 +44,7 @@ class Reasoning(Strict):
 class ResponsesBody(Strict):
     """POST /v1/responses."""
 
-    harmless = ACCOUNTS | {"max_tool_calls"}  # of tools that run at the server, which has none
+    harmless = ACCOUNTS | {"max_tool_calls"}  # about tools that run at the server: this one has none
     model: str = ""
     input: str | Annotated[list[dict[str, Any]], Field(max_length=MOST_MESSAGES)]
     instructions: str | None = None
@@ -73,9 +73,9 @@ class ResponsesBody(Strict):
             raise ApiError(
                 f"top_logprobs come with logprobs; add {LOGPROBS!r} to include", param="top_logprobs"
             )
-        tools = tuple(_tool(tool) for tool in self.tools or ())
+        tools = tuple(_convert_tool(tool) for tool in self.tools or ())
         format_ = self.text.format if self.text is not None else None
-        forced = call_grammar(self.tool_choice, tools)
+        tool_grammar = call_grammar(self.tool_choice, tools)
         effort = self.reasoning.effort if self.reasoning is not None else None
         return Call(
             model=self.model,
@@ -84,7 +84,7 @@ class ResponsesBody(Strict):
             tool_choice="none" if self.tool_choice == "none" else "auto",
             parallel_calls=self.parallel_tool_calls is not False,
             template_kwargs={"reasoning_effort": effort} if effort else {},
-            grammar=forced or json_grammar(format_.model_dump() if format_ else {}, "text.format"),
+            grammar=tool_grammar or json_grammar(format_.model_dump() if format_ else {}, "text.format"),
             seed=self.seed,
             temperature=self.temperature,
             top_p=self.top_p,
@@ -99,22 +99,26 @@ class ResponsesBody(Strict):
         if isinstance(self.input, str):
             yield {"role": "user", "content": self.input}
             return
-        yield from _merge(_message(item) for item in self.input)
+        yield from _merge(_convert_item(item) for item in self.input)
 
 
 def _merge(messages: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Merges an answer's text and its calls, which are separate items, into one message."""
-    last: dict[str, Any] | None = None
+    """Merge an answer's text and its calls, which are separate items, into a message."""
+    current: dict[str, Any] | None = None
     for message in messages:
-        if last is not None and last["role"] == message["role"] == "assistant" and "tool_calls" in message:
-            last = last | {"tool_calls": [*last.get("tool_calls", []), *message["tool_calls"]]}
+        if (
+            current is not None
+            and current["role"] == message["role"] == "assistant"
+            and "tool_calls" in message
+        ):
+            current = current | {"tool_calls": [*current.get("tool_calls", []), *message["tool_calls"]]}
             continue
-        if last is not None:
-            yield last
-        last = message
-    if last is None:
+        if current is not None:
+            yield current
+        current = message
+    if current is None:
         raise ApiError("input is an empty list; give at least one item", param="input")
-    yield last
+    yield current
 
 
 class _Item(Strict):
@@ -128,29 +132,32 @@ class _Item(Strict):
     output: str | list[Part] = ""
 
 
-def _message(item: Mapping[str, Any]) -> dict[str, Any]:
+def _convert_item(item: Mapping[str, Any]) -> dict[str, Any]:
     if (kind := item.get("type", "message")) not in ("message", "function_call", "function_call_output"):
         raise ApiError(f"input items of type {kind!r} are not supported by this server", param="input")
-    one = check_body(_Item, item, "input")
-    if one.type == "message":
-        return {"role": "system" if one.role == "developer" else one.role, "content": text_of(one.content)}
-    if one.type == "function_call":
-        function = {"name": one.name, "arguments": one.arguments}
-        call = {"id": one.call_id, "type": "function", "function": function}
+    entry = check_body(_Item, item, "input")
+    if entry.type == "message":
+        return {
+            "role": "system" if entry.role == "developer" else entry.role,
+            "content": text_of(entry.content),
+        }
+    if entry.type == "function_call":
+        function = {"name": entry.name, "arguments": entry.arguments}
+        call = {"id": entry.call_id, "type": "function", "function": function}
         return {"role": "assistant", "content": "", "tool_calls": [call]}
-    return {"role": "tool", "content": text_of(one.output), "tool_call_id": one.call_id}
+    return {"role": "tool", "content": text_of(entry.output), "tool_call_id": entry.call_id}
 
 
-def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+def _convert_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     if tool.get("type") != "function" or not isinstance(tool.get("name"), str):
         raise ApiError(f"tools of type {tool.get('type')!r} are not supported by this server", param="tools")
-    known = ("name", "description", "parameters")
-    return {"type": "function", "function": {key: tool[key] for key in known if tool.get(key) is not None}}
+    names = ("name", "description", "parameters")
+    return {"type": "function", "function": {key: tool[key] for key in names if tool.get(key) is not None}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseShape:
-    """How one response is written."""
+    """The settings of a response, and the methods that write it."""
 
     id: str
     model: str
@@ -159,20 +166,20 @@ class ResponseShape:
     body: ResponsesBody
 
     def whole(self, answers: list[Answer], *, done: bool = True) -> dict[str, Any]:
-        """The response object, with what was requested; ``done``: False while it is in progress."""
+        """The response object, with the request's settings; ``done``: False while it is in progress."""
         usage, body, call = Usage.of(answers), self.body, self.call
-        cut = any(answer.finish_reason == "length" for answer in answers)
-        requested = body.model_dump(include={"instructions", "max_output_tokens", "tools", "reasoning"})
+        is_cut = any(answer.finish_reason == "length" for answer in answers)
+        settings = body.model_dump(include={"instructions", "max_output_tokens", "tools", "reasoning"})
         return {
             "id": self.id,
             "object": "response",
             "created_at": int(time.time()),
-            "status": "in_progress" if not done else "incomplete" if cut else "completed",
-            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "status": "in_progress" if not done else "incomplete" if is_cut else "completed",
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "error": None,
             "model": self.model,
-            "output": [item for answer in answers for item in self._items(answer)],
-            **requested,
+            "output": [item for answer in answers for item in self._make_items(answer)],
+            **settings,
             "tools": body.tools or [],
             "metadata": (body.model_extra or {}).get("metadata") or {},
             "user": (body.model_extra or {}).get("user"),
@@ -187,14 +194,14 @@ class ResponseShape:
             "top_logprobs": call.top_logprobs,
             "top_p": call.top_p,
             "truncation": "disabled",
-            "usage": _usage(usage) if done else None,
+            "usage": _format_usage(usage) if done else None,
         }
 
-    def _items(self, answer: Answer) -> list[dict[str, Any]]:
-        """The output items of an answer: its text, then its calls."""
+    def _make_items(self, answer: Answer) -> list[dict[str, Any]]:
+        """Return the output items of an answer: its text, then its calls."""
         items: list[dict[str, Any]] = []
         if answer.content or not answer.tool_calls:
-            items.append(self._text_item(self._text_part(answer.content, answer.emitted)))
+            items.append(self._make_text_item(self._make_text_part(answer.content, answer.emitted)))
         for number, call in enumerate(answer.tool_calls):
             items.append(
                 {
@@ -208,71 +215,78 @@ class ResponseShape:
             )
         return items
 
-    def _text_item(self, part: dict[str, Any] | None) -> dict[str, Any]:
-        """The message with its only part; None: it has just begun."""
+    def _make_text_item(self, part: dict[str, Any] | None) -> dict[str, Any]:
+        """Return the message with its only part; None for a message that has just begun."""
         status, content = ("in_progress", []) if part is None else ("completed", [part])
         head = {"type": "message", "id": f"msg_{self.id}", "role": "assistant"}
         return head | {"status": status, "content": content}
 
-    def _text_part(self, text: str, emitted: Sequence[Emitted]) -> dict[str, Any]:
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": self._logprobs(emitted)}
+    def _make_text_part(self, text: str, emitted: Sequence[Emitted]) -> dict[str, Any]:
+        return {
+            "type": "output_text",
+            "text": text,
+            "annotations": [],
+            "logprobs": self._format_logprobs(emitted),
+        }
 
-    def _logprobs(self, emitted: Sequence[Emitted]) -> list[dict[str, Any]]:
+    def _format_logprobs(self, emitted: Sequence[Emitted]) -> list[dict[str, Any]]:
         if not self.call.logprobs:
             return []
         decode = self.renderer.decode
         return logprob_entries(self.call, emitted, lambda token: decode([token], skip_special=False))
 
     async def events(self, parts: AsyncIterator[tuple[int, Piece | Answer]]) -> AsyncIterator[str]:
-        """The event stream of one answer."""
+        """Yield the event stream of an answer."""
         number = 0
 
-        def event(kind: str, **data: Any) -> str:
+        def make_event(kind: str, **data: Any) -> str:
             nonlocal number
             number += 1
             return sse({"type": kind, "sequence_number": number - 1, **data}, kind)
 
         place: dict[str, Any] = {"item_id": f"msg_{self.id}", "output_index": 0, "content_index": 0}
         for kind in ("response.created", "response.in_progress"):
-            yield event(kind, response=self.whole([], done=False))
-        begun = False
-        waiting: list[Emitted] = []  # tokens that have shown no text yet
+            yield make_event(kind, response=self.whole([], done=False))
+        has_text = False
+        silent_tokens: list[Emitted] = []  # tokens whose text has not been sent
         async for _, part in parts:
             text = part.text if isinstance(part, Piece) else part.rest
-            waiting += [part.emitted] if isinstance(part, Piece) else []
-            if not begun and (text or (isinstance(part, Answer) and not part.tool_calls)):
-                begun = True
-                yield event("response.output_item.added", output_index=0, item=self._text_item(None))
-                yield event("response.content_part.added", **place, part=self._text_part("", ()))
+            silent_tokens += [part.emitted] if isinstance(part, Piece) else []
+            if not has_text and (text or (isinstance(part, Answer) and not part.tool_calls)):
+                has_text = True
+                yield make_event(
+                    "response.output_item.added", output_index=0, item=self._make_text_item(None)
+                )
+                yield make_event("response.content_part.added", **place, part=self._make_text_part("", ()))
             if text:
-                logprobs, waiting = self._logprobs(waiting), []
-                yield event("response.output_text.delta", **place, delta=text, logprobs=logprobs)
+                logprobs, silent_tokens = self._format_logprobs(silent_tokens), []
+                yield make_event("response.output_text.delta", **place, delta=text, logprobs=logprobs)
             if isinstance(part, Answer):
-                if begun:
-                    whole = self._text_part(part.content, part.emitted)
-                    done = {"text": part.content, "logprobs": whole["logprobs"]}
-                    yield event("response.output_text.done", **place, **done)
-                    yield event("response.content_part.done", **place, part=whole)
-                for index, item in enumerate(self._items(part)):
-                    for kind, data in _item_events(index, item):
-                        yield event(kind, **data)
-                last = self.whole([part])
-                yield event(f"response.{last['status']}", response=last)
+                if has_text:
+                    text_part = self._make_text_part(part.content, part.emitted)
+                    fields = {"text": part.content, "logprobs": text_part["logprobs"]}
+                    yield make_event("response.output_text.done", **place, **fields)
+                    yield make_event("response.content_part.done", **place, part=text_part)
+                for index, item in enumerate(self._make_items(part)):
+                    for kind, data in _list_item_events(index, item):
+                        yield make_event(kind, **data)
+                response = self.whole([part])
+                yield make_event(f"response.{response['status']}", response=response)
 
 
-def _item_events(index: int, item: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The last events of an output item: a call, which comes whole, or the end of a text."""
+def _list_item_events(index: int, item: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the last events of an output item: a whole call, or the end of a text."""
     if item["type"] == "function_call":
-        where = {"item_id": item["id"], "output_index": index}
+        place = {"item_id": item["id"], "output_index": index}
         empty = item | {"arguments": "", "status": "in_progress"}
         yield "response.output_item.added", {"output_index": index, "item": empty}
         kind = "response.function_call_arguments"
-        yield f"{kind}.delta", {**where, "delta": item["arguments"]}
-        yield f"{kind}.done", {**where, "arguments": item["arguments"], "name": item["name"]}
+        yield f"{kind}.delta", {**place, "delta": item["arguments"]}
+        yield f"{kind}.done", {**place, "arguments": item["arguments"], "name": item["name"]}
     yield "response.output_item.done", {"output_index": index, "item": item}
 
 
-def _usage(usage: Usage) -> dict[str, Any]:
+def _format_usage(usage: Usage) -> dict[str, Any]:
     return {
         "input_tokens": usage.prompt,
         "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},

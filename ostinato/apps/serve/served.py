@@ -1,5 +1,5 @@
-"""From what a user names to a service: the engine in its thread, the policies by name, and those of a run
-that still learns, published as their checkpoints come."""
+"""Open the service of a run, recipe or model: the engine in its thread, and the policies by name. Newer
+policies of a run that still learns are published as their checkpoints come."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ LOOK_S = 2.0  # between two looks for a newer checkpoint
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
-    """What to serve, and within which limits."""
+    """The policies to serve, and the limits."""
 
     target: str  # a run, a recipe or a model
     overrides: tuple[str, ...] = ()
@@ -54,7 +54,7 @@ class Serving:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """A service at work."""
+    """A running service."""
 
     service: Service
     thread: EngineThread
@@ -64,41 +64,41 @@ class Served:
 
 @contextlib.contextmanager
 def open_service(serving: Serving) -> Iterator[Served]:
-    """The service of what is named, while the context lasts.
+    """Open the service that ``serving`` names, while the context lasts.
 
     Raises ValueError for a target or an adapter that cannot be served.
     """
-    loaded: list[_Loaded] = []
+    loads: list[_LoadedPolicies] = []
 
     def make() -> AnyEngine:
-        loaded.append(_load(serving))
-        return loaded[0].engine
+        loads.append(_load_all(serving))
+        return loads[0].engine
 
     thread = EngineThread(make)
     try:
-        (all_,) = loaded
+        (loaded,) = loads
         metrics = Metrics()
-        metrics.watch(all_.engine)
-        renderer, vocab_size = all_.policy.renderer, all_.policy.decoder.config.vocab_size
-        context = serving.limits.context or all_.engine.context_limit
+        metrics.watch(loaded.engine)
+        renderer, vocab_size = loaded.policy.renderer, loaded.policy.decoder.config.vocab_size
+        context = serving.limits.context or loaded.engine.context_limit
         limits = replace(serving.limits, context=context, vocab_size=vocab_size)
-        guides, defaults = Guides(renderer, vocab_size), sampling_defaults(all_.policy.folder)
-        service = Service(thread, renderer, all_.models, limits, metrics, guides, defaults)
-        yield Served(service=service, thread=thread, decoder=all_.policy.decoder, runs=all_.runs)
+        guides, defaults = Guides(renderer, vocab_size), sampling_defaults(loaded.policy.folder)
+        service = Service(thread, renderer, loaded.models, limits, metrics, guides, defaults)
+        yield Served(service=service, thread=thread, decoder=loaded.policy.decoder, runs=loaded.runs)
     finally:
         thread.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Loaded:
+class _LoadedPolicies:
     engine: AnyEngine
     policy: Policy
     models: dict[str, Model]
     runs: dict[str, RunFolder]
 
 
-def _load(serving: Serving) -> _Loaded:
-    """The engine with all policies, and what clients call them."""
+def _load_all(serving: Serving) -> _LoadedPolicies:
+    """Load the engine with all policies, and the names that clients use for them."""
     policy = load_policy(serving.target, *serving.overrides)
     engine = serve(replace(policy, adapters=None, step=0))
     runs: dict[str, RunFolder] = {}
@@ -115,36 +115,36 @@ def _load(serving: Serving) -> _Loaded:
             runs[name] = run
     base = base if policy.adapters is not None or not serving.name else serving.name
     models[base] = Model(name=base, policy=BASE, created=created, version=0 if models else policy.step)
-    for name, where in serving.adapters.items():
+    for name, source in serving.adapters.items():
         if name in models:
-            raise ValueError(f"--adapter {name}={where}: the name {name!r} is taken; choose another one")
-        step, adapters, run = load_adapter(where, policy.decoder)
+            raise ValueError(f"--adapter {name}={source}: the name {name!r} is taken; choose another one")
+        step, adapters, run = load_adapter(source, policy.decoder)
         engine.publish(adapters, step, name)
         models[name] = Model(name=name, policy=name, created=created, version=step, parent=base)
         if run is not None:
             runs[name] = run
-    return _Loaded(engine=engine, policy=policy, models=models, runs=runs)
+    return _LoadedPolicies(engine=engine, policy=policy, models=models, runs=runs)
 
 
 async def follow(served: Served) -> None:
-    """Publish what the runs have learned, checkpoint by checkpoint, until it is cancelled. Requests that run
-    end under the policy that they began with."""
-    seen = {name: _newest_name(run) for name, run in served.runs.items()}
+    """Publish the newest checkpoint of each run, until cancelled. A request ends under the policy with which
+    it began."""
+    names = {name: _find_newest(run) for name, run in served.runs.items()}
     while True:
         await asyncio.sleep(LOOK_S)
         for name, run in served.runs.items():
-            if (last := _newest_name(run)) == seen[name]:
+            if (newest := _find_newest(run)) == names[name]:
                 continue
-            seen[name] = last
+            names[name] = newest
             await renew(served, name, partial(load_newest, run, served.decoder))
 
 
 async def renew(served: Served, name: str, load: Callable[[], tuple[int, Adapters]]) -> None:
-    """Serve what ``load`` gives, (step, adapters), under ``name`` from now on. Where it is damaged or not
-    finite, that is counted, and the policy that was served goes on."""
+    """Serve the (step, adapters) that ``load`` returns under ``name`` from now on. A policy that is damaged
+    or not finite is counted and not served, and the earlier policy stays."""
     service, outcomes = served.service, served.service.metrics.policies
     try:
-        step, adapters = await _in_own_thread(load)
+        step, adapters = await _run_in_own_thread(load)
         await served.thread.call(lambda engine: engine.publish(adapters, step, name))
     except (ValueError, RunFailed, OSError, NotFinite) as error:  # the next checkpoint may be better
         outcomes.labels("refused").inc()
@@ -156,33 +156,33 @@ async def renew(served: Served, name: str, load: Callable[[], tuple[int, Adapter
 
 
 async def follow_product(served: Served, folder: Path) -> None:
-    """Serve the current policy and the canary of a product's loop as the model PRODUCT, first of all, until
-    it is cancelled; the base where no loop has begun. What the loop cannot give is counted, logged once, and
-    what was served goes on."""
-    outcomes, seen, logged, published = served.service.metrics.policies, "", "", {BASE}
+    """Serve the current policy and the canary of a product's loop as the model PRODUCT, before all other
+    models, until cancelled. Where no loop has begun, PRODUCT is the base. A policy that cannot be loaded is
+    counted and logged once, and the earlier policy stays."""
+    outcomes, current_text, last_error, policies = served.service.metrics.policies, "", "", {BASE}
     while True:
         try:
-            text = await _in_own_thread(_serving_of, folder)
-            if text != seen:
-                await _serve_product(served, json.loads(text), published)
+            text = await _run_in_own_thread(_read_serving, folder)
+            if text != current_text:
+                await _serve_product(served, json.loads(text), policies)
                 outcomes.labels("published").inc()
-                seen, logged = text, ""
+                current_text, last_error = text, ""
         except (ValueError, OSError, NotFinite) as error:
             outcomes.labels("refused").inc()
-            if str(error) != logged:
+            if str(error) != last_error:
                 log.warning("what %s names is not served: %s", folder, error)
-            logged = str(error)
+            last_error = str(error)
         await asyncio.sleep(LOOK_S)
 
 
-def _serving_of(folder: Path) -> str:
+def _read_serving(folder: Path) -> str:
     try:
         return (folder / "serving.json").read_text()
     except FileNotFoundError:
         return json.dumps({"round": 0, "policy": {"revision": "", "adapter": None}})
 
 
-async def _serve_product(served: Served, facts: Mapping[str, Any], published: set[str]) -> None:
+async def _serve_product(served: Served, facts: Mapping[str, Any], policies: set[str]) -> None:
     service, canary = served.service, facts.get("canary")
     share = canary["share"] if canary else 0.0
     arms = [(PRODUCT, "control", 1 - share, facts["policy"])]
@@ -190,44 +190,44 @@ async def _serve_product(served: Served, facts: Mapping[str, Any], published: se
     models = {}
     for name, arm, propensity, policy in arms:
         revision = str(policy["revision"])
-        known = (
-            revision or policy["adapter"] or BASE
-        )  # the adapter that a product begins with has no revision
-        if known not in published:
-            _, adapters, _ = await _in_own_thread(partial(load_adapter, policy["adapter"], served.decoder))
-            publish = partial(_published, adapters=adapters, version=facts["round"], name=known)
-            await served.thread.call(publish)
-            published.add(known)
+        policy_name = revision or policy["adapter"] or BASE  # a product's first adapter has no revision
+        if policy_name not in policies:
+            _, adapters, _ = await _run_in_own_thread(
+                partial(load_adapter, policy["adapter"], served.decoder)
+            )
+            call = partial(_publish, adapters=adapters, version=facts["round"], name=policy_name)
+            await served.thread.call(call)
+            policies.add(policy_name)
         models[name] = Model(
             name=name,
-            policy=known,
+            policy=policy_name,
             created=int(time.time()),
             version=facts["round"],
             revision=revision,
             arm=arm if canary else "",
             propensity=propensity,
         )
-    others = {name: one for name, one in service.models.items() if not name.startswith(PRODUCT)}
+    others = {name: model for name, model in service.models.items() if not name.startswith(PRODUCT)}
     service.models = {**models, **others}
     service.canary = canary and Canary(of=PRODUCT, name=arms[-1][0], share=share, round=facts["round"])
 
 
-def _published(engine: AnyEngine, *, adapters: Adapters, version: int, name: str) -> None:
+def _publish(engine: AnyEngine, *, adapters: Adapters, version: int, name: str) -> None:
     engine.publish(adapters, version, name)
 
 
-async def _in_own_thread(function: Callable[..., T], *arguments: Any) -> T:
-    """What ``function`` returns, in a thread that ends with it: see ``serve.thread``."""
+async def _run_in_own_thread(function: Callable[..., T], *arguments: Any) -> T:
+    """Run ``function`` in a thread that ends with it (see ``serve.thread``), and return its result."""
     with ThreadPoolExecutor(1) as pool:
         return await asyncio.get_running_loop().run_in_executor(pool, function, *arguments)
 
 
-def _newest_name(run: RunFolder) -> str:
-    found = checkpoints(run.checkpoints)
-    return found[-1].name if found else ""
+def _find_newest(run: RunFolder) -> str:
+    folders = checkpoints(run.checkpoints)
+    return folders[-1].name if folders else ""
 
 
-# ---- what other applications add to a server
+# ---- additions of other applications to a server
 
 
 class Feedback(Protocol):
@@ -258,7 +258,7 @@ class SessionMemory(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Additions:
-    """None: the server has no such routes."""
+    """The additions of other applications. None: the server has no such routes."""
 
     feedback: Feedback | None = None
     memory: SessionMemory | None = None
@@ -266,5 +266,5 @@ class Additions:
 
 NO_ADDITIONS = Additions()
 
-# (the model that is served, the server's own address, its key) -> what is added while the server runs
+# (the running service, the server's address, its key) -> the additions while the server runs
 OpenAdditions = Callable[[Served, str, str], AbstractContextManager[Additions]]

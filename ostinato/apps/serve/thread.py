@@ -1,4 +1,4 @@
-"""An engine in a thread and an event loop of its own, so that passes and HTTP do not wait for each other.
+"""An engine in a thread and an event loop of its own, so that passes and HTTP do not hold each other up.
 
 A pass is one native call that releases the GIL. Calls may come from any other event loop.
 
@@ -23,7 +23,7 @@ END_S = 5.0
 
 
 class _Post:
-    """Passes events to another event loop, which is woken once for all that are queued."""
+    """Passes events to another event loop, which is woken once for all queued events."""
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[asyncio.Queue[Any], Any]] = deque()
@@ -38,13 +38,14 @@ class _Post:
 
     def _deliver(self) -> None:
         while self._waiting:
-            to, event = self._waiting[0]
-            to.put_nowait(event)
-            self._waiting.popleft()  # last: a ``send`` that finds it empty wakes the loop again
+            queue, event = self._waiting[0]
+            queue.put_nowait(event)
+            self._waiting.popleft()  # last: a ``send`` to an empty queue wakes the loop again
 
 
 class EngineThread:
-    """Runs the engine that ``make`` makes, in the same thread, until ``close``. Raises what ``make`` does."""
+    """Makes an engine with ``make`` and runs it in the same thread until ``close``. An exception of ``make``
+    is raised here."""
 
     def __init__(self, make: Callable[[], AnyEngine]) -> None:
         self._loop, self._post = asyncio.new_event_loop(), _Post()
@@ -63,27 +64,27 @@ class EngineThread:
     async def generate(self, requests: Sequence[Request], limit_s: float) -> AsyncGenerator[Event, None]:
         """Yield (index, tokens of a pass) as they come and (index, completion) at the end of each.
 
-        Leaving the iteration frees what the requests hold, after the pass that runs. Raises TimeoutError
-        after ``limit_s``, and what the engine raises: ValueError for a request that can never fit.
+        Leaving the iteration frees the memory of the requests, after the current pass. Raises TimeoutError
+        after ``limit_s``, and the engine's exceptions: ValueError for a request that can never fit.
         """
-        here = asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
         events: asyncio.Queue[Event | BaseException | None] = asyncio.Queue()
 
         def send(event: Event | BaseException | None) -> None:
-            self._post.send(here, events, event)
+            self._post.send(loop, events, event)
 
         async def run() -> None:
             try:
                 listener: Callable[[int, Emitted], None] = lambda index, emitted: send((index, emitted))  # noqa: E731
                 async for index, completion in self._engine.generate(requests, listener):
                     send((index, completion))
-            except Exception as error:  # raised at the caller, whatever it is
+            except Exception as error:  # it is raised at the caller
                 send(error)
             else:
                 send(None)
 
-        running = asyncio.run_coroutine_threadsafe(run(), self._loop)
-        limit = here.call_later(limit_s, events.put_nowait, TimeoutError())
+        future = asyncio.run_coroutine_threadsafe(run(), self._loop)
+        limit = loop.call_later(limit_s, events.put_nowait, TimeoutError())
         try:
             while (event := await events.get()) is not None:
                 if isinstance(event, BaseException):
@@ -91,10 +92,10 @@ class EngineThread:
                 yield event
         finally:
             limit.cancel()
-            running.cancel()
+            future.cancel()
 
     async def call(self, function: Callable[[AnyEngine], T]) -> T:
-        """Run ``function`` between two passes, as the engine is not thread-safe; returns its result."""
+        """Run ``function`` between two passes, as the engine is not thread-safe, and return its result."""
 
         async def run() -> T:
             return function(self._engine)
