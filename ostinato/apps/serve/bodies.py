@@ -1,7 +1,7 @@
-"""Validated request bodies: OpenAI's chat and completions with vLLM's additions, and what all dialects share.
+"""Validated request bodies: OpenAI's chat and completions with vLLM's additions, and common parts.
 
-A field that a body does not have is refused by name, as it could change the answer: unless its value has no
-effect, or it is about accounts and billing (``harmless``).
+A field that a body does not have is refused by name, as it could change the answer, unless its value has no
+effect or the field is about accounts and billing (``harmless``).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pydantic_core import PydanticCustomError
 from ostinato.apps.serve.calls import ApiError, Call, json_of
 from ostinato.apps.serve.grammar import call_grammar, json_grammar
 
-_EMPTY: tuple[Any, ...] = (None, "", [], {})  # with these no field has an effect
-_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {  # nor have these fields with these values
+_EMPTY: tuple[Any, ...] = (None, "", [], {})  # no field has an effect with these values
+_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {  # these fields have no effect with these values
     **dict.fromkeys(("frequency_penalty", "presence_penalty"), (0,)),
     **dict.fromkeys(("repetition_penalty", "length_penalty", "best_of"), (1,)),
     **dict.fromkeys(("echo", "use_beam_search", "include_stop_str_in_output", "background"), (False,)),
@@ -38,24 +38,24 @@ Stops = Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=16
 
 
 class Lenient(BaseModel):
-    """A part of a request whose further fields are handed on, or have no effect."""
+    """A part of a request whose other fields are passed on, or have no effect."""
 
     model_config = ConfigDict(extra="allow")
 
 
 class Strict(Lenient):
-    """A part of a request whose further fields are refused, but for those that are ``harmless``."""
+    """A part of a request whose other fields are refused, unless they are ``harmless``."""
 
     harmless: ClassVar[frozenset[str]] = frozenset()
 
     @model_validator(mode="before")
     @classmethod
-    def _without_nulls(cls, fields: Any) -> Any:
-        """A field that is null is one that was left out: clients send all that they know."""
+    def _drop_nulls(cls, fields: Any) -> Any:
+        """Drop fields that are null, since clients send all fields that they know."""
         return {k: v for k, v in fields.items() if v is not None} if isinstance(fields, dict) else fields
 
     @model_validator(mode="after")
-    def _only_what_is_done(self) -> Strict:
+    def _refuse_unknown(self) -> Strict:
         for name, value in (self.model_extra or {}).items():
             if name in self.harmless or value in (*_EMPTY, *_WITHOUT_EFFECT.get(name, ())):
                 continue
@@ -78,7 +78,7 @@ class Format(Lenient):
 
 
 class Sampled(Strict):
-    """What chat and completions share."""
+    """The fields that chat and completions share."""
 
     harmless = ACCOUNTS
     model: str = ""
@@ -101,7 +101,7 @@ class Sampled(Strict):
     response_format: Format | None = None
 
     def call(self, **prompt: Any) -> Call:
-        """The call; ``prompt``: its prompt, and fields that only one dialect has."""
+        """Return the call; ``prompt``: its prompt, and fields that only one dialect has."""
         format_ = {} if self.response_format is None else self.response_format.model_dump()
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return Call(
@@ -141,7 +141,7 @@ class Part(Strict):
 
 
 def text_of(content: str | list[Part] | None) -> str:
-    """The text of a message's content."""
+    """Return the text of a message's content."""
     if isinstance(content, list):
         return "".join(part.text or part.refusal for part in content)
     return content or ""
@@ -153,7 +153,7 @@ class Called(Lenient):
 
 
 class CalledTool(Lenient):
-    """A call in a message that the assistant has written, it says."""
+    """A tool call in a message that the request gives as the assistant's."""
 
     function: Called
 
@@ -169,16 +169,16 @@ class ChatMessage(Strict):
     reasoning: str | None = None  # the newer name of reasoning_content in vLLM
 
     def plain(self) -> dict[str, Any]:
-        """The message in the format of chat templates."""
+        """Return the message in the format of chat templates."""
         role = "system" if self.role == "developer" else self.role
-        more = {
+        optional_fields = {
             "tool_calls": [call.model_dump() for call in self.tool_calls or ()],
             "name": self.name,
             "tool_call_id": self.tool_call_id,
             "reasoning_content": self.reasoning_content or self.reasoning,
         }
-        given = {name: value for name, value in more.items() if value}
-        return {"role": role, "content": text_of(self.content), **given}
+        extra_fields = {name: value for name, value in optional_fields.items() if value}
+        return {"role": role, "content": text_of(self.content), **extra_fields}
 
 
 class ChatBody(Sampled):
@@ -191,7 +191,7 @@ class ChatBody(Sampled):
     tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = True
-    chat_template_kwargs: dict[str, Any] | None = None  # this and what follows: vLLM's
+    chat_template_kwargs: dict[str, Any] | None = None  # from here on vLLM's fields
     documents: list[dict[str, Any]] | None = None
     reasoning_effort: str | None = None
     add_generation_prompt: bool = True
@@ -199,19 +199,19 @@ class ChatBody(Sampled):
     add_special_tokens: Literal[False] | None = False  # the template writes them
 
     def to_call(self) -> Call:
-        names = {"documents": self.documents, "reasoning_effort": self.reasoning_effort}
-        given = {name: value for name, value in names.items() if value}
+        options = {"documents": self.documents, "reasoning_effort": self.reasoning_effort}
+        template_options = {name: value for name, value in options.items() if value}
         tools = tuple(tool.model_dump(exclude_none=True) for tool in self.tools or ())
-        forced = call_grammar(self.tool_choice, tools)
+        tool_grammar = call_grammar(self.tool_choice, tools)
         return self.call(
             messages=tuple(message.plain() for message in self.messages),
             tools=tools,
             tool_choice="none" if self.tool_choice == "none" else "auto",
             parallel_calls=self.parallel_tool_calls is not False,
-            template_kwargs={**given, **(self.chat_template_kwargs or {})},
+            template_kwargs={**template_options, **(self.chat_template_kwargs or {})},
             add_generation_prompt=self.add_generation_prompt and not self.continue_final_message,
             continue_final=self.continue_final_message,
-            **({"grammar": forced} if forced else {}),
+            **({"grammar": tool_grammar} if tool_grammar else {}),
             max_tokens=self.max_completion_tokens or self.max_tokens,
             logprobs=bool(self.logprobs),
             top_logprobs=self.top_logprobs or 0,
@@ -230,19 +230,19 @@ class CompletionBody(Sampled):
 
     @property
     def num_answers(self) -> int:
-        """Sequences that it needs."""
-        many = isinstance(self.prompt, list) and not _is_ids(self.prompt)
-        return self.n * (len(self.prompt) if many else 1)
+        """The number of sequences that the body needs."""
+        is_list = isinstance(self.prompt, list) and not _is_ids(self.prompt)
+        return self.n * (len(self.prompt) if is_list else 1)
 
     def to_calls(self) -> list[Call]:
-        """One call for each prompt. The default of max_tokens is 16, as at OpenAI."""
+        """Return a call for each prompt. The default of max_tokens is 16, as at OpenAI."""
         if self.stream and (self.echo or self.prompt_logprobs is not None):
             raise ApiError(
                 "echo and prompt_logprobs come with a whole answer; leave stream out", param="stream"
             )
-        scored = [self.prompt_logprobs, self.logprobs if self.echo else None]
-        prompt, many = self.prompt, isinstance(self.prompt, list) and not _is_ids(self.prompt)
-        prompts: list[Any] = list(prompt) if many else [prompt]
+        top_counts = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        prompt, is_list = self.prompt, isinstance(self.prompt, list) and not _is_ids(self.prompt)
+        prompts: list[Any] = list(prompt) if is_list else [prompt]
         if not prompts:
             raise ApiError("prompt is an empty list; give at least one prompt", param="prompt")
         return [
@@ -251,7 +251,7 @@ class CompletionBody(Sampled):
                 max_tokens=16 if self.max_tokens is None else self.max_tokens,
                 logprobs=self.logprobs is not None,
                 top_logprobs=self.logprobs or 0,
-                prompt_logprobs=max((top for top in scored if top is not None), default=None),
+                prompt_logprobs=max((top for top in top_counts if top is not None), default=None),
             )
             for prompt in prompts
         ]
@@ -262,7 +262,7 @@ def _is_ids(prompt: Any) -> bool:
 
 
 def parsed(kind: type[Body], data: bytes) -> Body:
-    """The validated body. Raises ApiError 400 for an invalid one."""
+    """Return the validated body. Raises ApiError 400 for an invalid body."""
     tree = json_of(data, surrogates=True)
     if not isinstance(tree, dict):
         raise ApiError(f"the body is a {type(tree).__name__}; send a JSON object")
@@ -270,16 +270,17 @@ def parsed(kind: type[Body], data: bytes) -> Body:
 
 
 def check_body(kind: type[Body], tree: Mapping[str, Any], *within: str) -> Body:
-    """``tree``, a part ``within`` a body, validated. Raises ApiError 400, which names the first invalid
-    field."""
+    """Validate ``tree``, a part ``within`` a body. Raises ApiError 400, which names an invalid field."""
     try:
         return kind.model_validate(tree)
     except ValidationError as error:
         errors = error.errors(include_url=False)
-        deepest = max(errors, key=lambda one: len(one["loc"]))  # of a union's, that of the fitting kind
+        deepest = max(errors, key=lambda item: len(item["loc"]))  # of a union's errors, that of the best fit
         names = [*within, *(str(name) for name in deepest["loc"] if not (name == "str" or "[" in str(name)))]
         if deepest["type"] == "unsupported":
-            where = ".".join([*names, deepest.get("ctx", {})["name"]])
-            raise ApiError(f"{where} is not supported by this server; leave it out", param=where) from error
-        where = ".".join(names)
-        raise ApiError(f"{where}: {deepest['msg']}", param=where or None) from error
+            field_name = ".".join([*names, deepest.get("ctx", {})["name"]])
+            raise ApiError(
+                f"{field_name} is not supported by this server; leave it out", param=field_name
+            ) from error
+        field_name = ".".join(names)
+        raise ApiError(f"{field_name}: {deepest['msg']}", param=field_name or None) from error

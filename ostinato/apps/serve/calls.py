@@ -21,7 +21,7 @@ Message = Mapping[str, Any]  # as chat templates take it: role, content, tool_ca
 
 
 class ApiError(Exception):
-    """A request that gets no answer: HTTP status, one sentence, and OpenAI's type, parameter and code."""
+    """A request that gets no answer: HTTP status, a sentence, and OpenAI's type, parameter and code."""
 
     def __init__(
         self,
@@ -38,13 +38,13 @@ class ApiError(Exception):
         self.retry_after = retry_after
 
     def body(self) -> dict[str, Any]:
-        """The error in OpenAI's format."""
+        """Return the error in OpenAI's format."""
         error = {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}
         return {"error": error}
 
 
 def json_of(body: bytes, *, surrogates: bool = False) -> Any:
-    """The value of a request's body, see ``parse_json``. Raises ApiError 400 if it is not JSON."""
+    """Return the value of a request's body, see ``parse_json``. Raises ApiError 400 if it is not JSON."""
     try:
         return parse_json(body, surrogates=surrogates)
     except ValueError as error:
@@ -53,7 +53,7 @@ def json_of(body: bytes, *, surrogates: bool = False) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One request for ``n`` answers. Exactly one of ``messages``, ``text`` and ``tokens`` is the prompt."""
+    """A request for ``n`` answers. Exactly one of ``messages``, ``text`` and ``tokens`` is the prompt."""
 
     model: str
     messages: tuple[Message, ...] | None = None
@@ -69,7 +69,7 @@ class Call:
     continue_final: bool = False  # the last message is the beginning of the answer
     n: int = 1
     seed: int | None = None  # None: drawn by the server
-    temperature: float | None = None  # of this and the next three, None: the model's own default
+    temperature: float | None = None  # None, for this and the next three: the model's default
     top_k: int | None = None  # 0: off
     top_p: float | None = None
     min_p: float | None = None
@@ -81,8 +81,8 @@ class Call:
     logprobs: bool = False
     top_logprobs: int = 0
     prompt_logprobs: int | None = None  # score the prompt, with this many top tokens per position
-    salt: str = ""  # whose prefixes in the cache it may use: see ``Request``
-    grammar: str = ""  # of the answer (``serve.grammar``); "": any text
+    salt: str = ""  # the call uses cached prefixes of the same salt: see ``Request``
+    grammar: str = ""  # the grammar of the answer (``serve.grammar``); "": any text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,13 +118,13 @@ class Answer:
 
     @property
     def version(self) -> int | None:
-        """Of the policy that sampled it; None where nothing was sampled."""
+        """The version of the policy that sampled the answer; None where nothing was sampled."""
         versions = self.completion.versions
         return int(versions[-1]) if len(versions) else None
 
     @property
     def finish_reason(self) -> str:
-        """OpenAI's word for why it ended."""
+        """OpenAI's ``finish_reason`` of the answer."""
         if self.completion.stop in (Stop.LENGTH, Stop.ABORT):
             return "length"
         return "tool_calls" if self.tool_calls else "stop"
@@ -132,7 +132,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Token counts of a call: its prompt, those of it found in the prefix cache, sampled."""
+    """Token counts of a call: its prompt, the prompt's part in the prefix cache, and sampled tokens."""
 
     prompt: int
     cached: int
@@ -140,7 +140,7 @@ class Usage:
 
     @classmethod
     def of(cls, answers: Sequence[Answer]) -> Usage:
-        """The usage of all answers to one prompt."""
+        """Return the usage of all answers to a prompt."""
         return cls(
             prompt=len(answers[0].prompt) if answers else 0,
             cached=max((answer.completion.cached_tokens for answer in answers), default=0),
@@ -148,7 +148,7 @@ class Usage:
         )
 
     def body(self) -> dict[str, Any]:
-        """OpenAI's form."""
+        """Return the usage in OpenAI's format."""
         return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.sampled,
@@ -165,7 +165,7 @@ _NAME = TypeAdapter(Name)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asker:
-    """Who sent a request, according to its body."""
+    """The sender of a request, according to its body."""
 
     user: str = ""
     session: str = ""
@@ -175,37 +175,37 @@ class Asker:
 
     @property
     def salt(self) -> str:
-        """What its prompts in the cache are kept apart by: all that the request says of its sender, but the
-        session, of which a user has several."""
+        """The key that keeps the sender's prompts in the cache apart from others: all fields but the session,
+        since a user has several sessions."""
         parts = (self.tenant, self.user, self.cache_salt)
         return json.dumps(parts) if any(parts) else ""
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Asker:
-        """From OpenAI's ``user``, ``safety_identifier``, ``store`` and ``metadata``, Anthropic's
+        """Read OpenAI's ``user``, ``safety_identifier``, ``store`` and ``metadata``, and Anthropic's
         ``metadata.user_id``."""
-        found = fields.get("metadata")
-        metadata = found if isinstance(found, dict) else {}
+        metadata_field = fields.get("metadata")
+        metadata = metadata_field if isinstance(metadata_field, dict) else {}
         users = (fields.get("user"), fields.get("safety_identifier"), metadata.get("user_id"))
         return cls(
-            user=next((_name(user) for user in users if user), ""),
-            session=_name(metadata.get("session_id", "")),
-            tenant=_name(metadata.get("tenant", "")),
+            user=next((_to_name(user) for user in users if user), ""),
+            session=_to_name(metadata.get("session_id", "")),
+            tenant=_to_name(metadata.get("tenant", "")),
             record=fields.get("store") is not False,
-            cache_salt=_name(fields.get("cache_salt") or ""),
+            cache_salt=_to_name(fields.get("cache_salt") or ""),
         )
 
 
-def _name(given: Any) -> str:
-    """A name as events allow it; the hash of any other value."""
+def _to_name(value: Any) -> str:
+    """Return ``value`` if it is a name that events allow, else its hash."""
     try:
-        return _NAME.validate_python(given, strict=True)
+        return _NAME.validate_python(value, strict=True)
     except ValidationError:
-        return hashlib.sha256(repr(given).encode()).hexdigest()
+        return hashlib.sha256(repr(value).encode()).hexdigest()
 
 
 def canary_arm(user: str, round: int, share: float) -> tuple[str, float]:
-    """("canary" or "control", the probability of that arm): the same user stays in one arm for a round."""
+    """Return ("canary" or "control", the arm's probability). A user stays in the same arm for a round."""
     digest = hashlib.sha256(f"{round}/{user}".encode()).digest()
-    chosen = int.from_bytes(digest[:7]) / 2**56 < share
-    return ("canary", share) if chosen else ("control", 1 - share)
+    is_canary = int.from_bytes(digest[:7]) / 2**56 < share
+    return ("canary", share) if is_canary else ("control", 1 - share)

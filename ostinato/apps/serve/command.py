@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """Where the server listens, and who may call it."""
+    """The address of a server, and the rules of access to it."""
 
     host: str
     port: int
-    key: str = ""  # "": that of the environment
+    key: str = ""  # "": the key in the environment
     access: Access = STRICT
     drain_s: float = 30.0
 
 
 def parse_adapters(given: Sequence[str]) -> dict[str, str]:
-    """NAME=PATH, NAME=PATH, ... Raises ValueError for anything else."""
+    """Parse NAME=PATH, NAME=PATH, ... Raises ValueError for anything else."""
     pairs = [text.partition("=") for text in given]
     for text, (name, _, path) in zip(given, pairs, strict=True):
         if not name or not path:
@@ -51,8 +51,8 @@ def serve(
     product: Path | None = None,
     additions: OpenAdditions | None = None,
 ) -> None:
-    """Serve until a signal, with what other applications add; ``feedback``: where their store is.
-    ValueError for what cannot be served."""
+    """Serve ``target`` until a signal, with the additions of other applications; ``feedback``: the address of
+    their store. Raises ValueError for a target that cannot be served."""
     try:
         import prometheus_client  # noqa: F401
         import uvicorn  # noqa: F401
@@ -61,8 +61,8 @@ def serve(
     except ModuleNotFoundError as error:
         raise ValueError(f'serve needs {error.name}; install it: pip install "ostinato[serve]"') from None
     key = key_for(where.host, "--host", where.key)
-    listening = bound(where.host, where.port)
-    with listening:
+    server_socket = bound(where.host, where.port)
+    with server_socket:
         recipe, _ = recipe_of(target, *overrides)
         configure_threads(recipe)
         from ostinato.apps.serve.app import new_app
@@ -79,12 +79,12 @@ def serve(
 
         with contextlib.ExitStack() as stack:
             served = stack.enter_context(open_service(serving))
-            base, added = address(listening), NO_ADDITIONS
+            base, extras = address(server_socket), NO_ADDITIONS
             if additions is not None:
-                added = stack.enter_context(additions(served, base, key))
-            app = new_app(served.service, key=key, added=added, lifespan=_following(served, product))
+                extras = stack.enter_context(additions(served, base, key))
+            app = new_app(served.service, key=key, added=extras, lifespan=_make_lifespan(served, product))
             _announce(served, base, feedback)
-            HttpServer(app, listening, where.access, drain_s=where.drain_s).serve_until_signal()
+            HttpServer(app, server_socket, where.access, drain_s=where.drain_s).serve_until_signal()
 
 
 def _announce(served: Served, base: str, feedback: str) -> None:
@@ -95,27 +95,28 @@ def _announce(served: Served, base: str, feedback: str) -> None:
         say(f"Feedback {base}/feedback, kept in {feedback.rpartition('@')[2]}")
 
 
-def _following(
+def _make_lifespan(
     served: Served, product: Path | None
 ) -> Callable[[object], contextlib.AbstractAsyncContextManager[None]]:
-    """Beside the application: the newest policies of runs that still learn, and of a product's loop."""
+    """Return a lifespan that serves, beside the application, the newest policies of runs that still learn and
+    of a product's loop."""
     from ostinato.apps.serve.served import follow, follow_product
 
     @contextlib.asynccontextmanager
     async def lifespan(app: object) -> AsyncIterator[None]:
-        following = [asyncio.create_task(follow(served))]
-        following += [asyncio.create_task(follow_product(served, product))] if product else []
+        tasks = [asyncio.create_task(follow(served))]
+        tasks += [asyncio.create_task(follow_product(served, product))] if product else []
         try:
             yield
         finally:
-            for task in following:
+            for task in tasks:
                 task.cancel()
 
     return lifespan
 
 
 def proxy(target: str, overrides: Sequence[str], out: Path, where: Address, idle_s: float) -> None:
-    """Record rollouts until a signal. Raises ValueError for what cannot be served."""
+    """Record rollouts until a signal. Raises ValueError for a target that cannot be served."""
     recipe, _ = recipe_of(target, *overrides)
     configure_threads(recipe)
     try:

@@ -1,5 +1,5 @@
-"""The connections of a server: how large the head of a request may be, how long a request may take to arrive,
-and how many connections there may be. All of it holds before a key is looked at.
+"""The connections of a server, with limits on the size of a head, the time in which a request arrives, and
+the number of connections. The limits hold before a key is checked.
 """
 
 from __future__ import annotations
@@ -12,30 +12,30 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-HEAD_BYTES = 64 << 10  # of a request line with all headers; more is refused with 431
-HEADER_BYTES = 32  # that a header counts beside its letters, as in HTTP/2
-UNREAD_S = 120.0  # for a client to read what is sent
+HEAD_BYTES = 64 << 10  # of a request line with all headers; a larger head is refused with 431
+HEADER_BYTES = 32  # added to the letters of each header, as in HTTP/2
+UNREAD_S = 120.0  # for a client to read a response
 MOST = 16_384  # connections at once
 MAC_FILES = 10_240  # OPEN_MAX of macOS
 _TOO_LARGE = b"a request line and its headers have %d bytes at most here" % HEAD_BYTES
 
 
 def connection_limit() -> int:
-    """How many connections this process can hold. Raises its limit of descriptors as far as it may, and keeps
-    a quarter of them for files."""
+    """Return how many connections this process can hold. It raises the limit of descriptors as far as the
+    system allows, and keeps a quarter of them for files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    for most in (hard, max(soft, MAC_FILES)):  # macOS reports more than it grants
+    for limit in (hard, max(soft, MAC_FILES)):  # macOS reports more than it grants
         with suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-            soft = most
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+            soft = limit
             break
     return MOST if soft == resource.RLIM_INFINITY else min(MOST, soft - max(16, soft // 4))
 
 
 class Connection(HttpToolsProtocol):
-    """One connection. ``waiting``: the connections of its server on which something of a client is awaited,
-    the longest-waiting first, and until when, in seconds of the event loop. ``limit``: connections at once;
-    where there are more, the longest-waiting one is closed. ``head_s``, ``body_s``: for a head to arrive, and
+    """A connection. ``waiting``: the connections of the server that wait for their client, longest first, and
+    until when, in seconds of the event loop. ``limit``: connections at once; where there are more, the
+    connection that has waited longest is closed. ``head_s``, ``body_s``: the time for a head to arrive, and
     then for the body."""
 
     def __init__(
@@ -50,24 +50,24 @@ class Connection(HttpToolsProtocol):
         super().__init__(*given, **named)
         self._waiting, self._limit = waiting, limit
         self._head_s, self._body_s = head_s, body_s
-        self._head = self._unparsed = 0  # bytes of the present head; received since the parser took something
+        self._head_bytes = self._unparsed_bytes = 0  # of the present head; since the last parsed part
 
-    def _wait(self, seconds: float) -> None:
+    def _start_wait(self, seconds: float) -> None:
         self._waiting.pop(self, None)
         self._waiting[self] = self.loop.time() + seconds
 
-    # ---- of the socket
+    # ---- events of the socket
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        # asyncio sets it only where a socket names its protocol, which those of ``create_server`` do not
+        # asyncio sets it only where a socket names its protocol, and sockets of ``create_server`` do not.
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._wait(self._head_s)
+        self._start_wait(self._head_s)
         if len(self.connections) > self._limit:
             next(iter(self._waiting)).end()
 
     def end(self) -> None:
-        """Close it now, whatever has not been read."""
+        """Close the connection now, whether or not the client has read all."""
         del self._waiting[self]
         if self.transport.get_write_buffer_size():
             self.transport.abort()
@@ -79,68 +79,68 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        self._unparsed += len(data)
+        self._unparsed_bytes += len(data)
         super().data_received(data)
-        if self._unparsed > HEAD_BYTES and not self.transport.is_closing():
+        if self._unparsed_bytes > HEAD_BYTES and not self.transport.is_closing():
             self._refuse()
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._wait(UNREAD_S)
+        self._start_wait(UNREAD_S)
 
     def resume_writing(self) -> None:
         super().resume_writing()
         self._waiting.pop(self, None)
 
-    # ---- of the parser
+    # ---- events of the parser
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._head = 0
+        self._head_bytes = 0
         if self.cycle is None or self.cycle.response_complete:
-            self._wait(self._head_s)
+            self._start_wait(self._head_s)
 
     def on_url(self, url: bytes) -> None:
-        self._count(len(url))
+        self._count_head(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._count(len(name) + len(value) + HEADER_BYTES)
+        self._count_head(len(name) + len(value) + HEADER_BYTES)
         super().on_header(name, value)
 
-    def _count(self, size: int) -> None:
-        self._unparsed = 0
-        self._head += size
-        if self._head > HEAD_BYTES:
+    def _count_head(self, size: int) -> None:
+        self._unparsed_bytes = 0
+        self._head_bytes += size
+        if self._head_bytes > HEAD_BYTES:
             raise ValueError(
                 "a head is too large"
             )  # the parser ends with it, and ``send_400_response`` says it
 
     def on_headers_complete(self) -> None:
-        self._unparsed = 0
+        self._unparsed_bytes = 0
         super().on_headers_complete()
-        self._wait(self._body_s)
+        self._start_wait(self._body_s)
 
     def on_body(self, body: bytes) -> None:
-        self._unparsed = 0
+        self._unparsed_bytes = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self._unparsed = 0
+        self._unparsed_bytes = 0
         self._waiting.pop(self, None)
         super().on_message_complete()
         if self.cycle is not None and self.cycle.response_complete:
-            self._wait(self.timeout_keep_alive)
+            self._start_wait(self.timeout_keep_alive)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self not in self._waiting and self.cycle.response_complete:
-            self._wait(self.timeout_keep_alive)
+            self._start_wait(self.timeout_keep_alive)
 
     # ---- refusals
 
     def send_400_response(self, msg: str) -> None:
-        if self._head > HEAD_BYTES:
+        if self._head_bytes > HEAD_BYTES:
             self._refuse()
         else:
             super().send_400_response(msg)
@@ -153,8 +153,8 @@ class Connection(HttpToolsProtocol):
 
 
 def close_expired(waiting: dict[Connection, float], now: float) -> None:
-    """Close the connections on which nothing has come in time."""
+    """Close the connections whose client is late."""
     if min(waiting.values(), default=math.inf) > now:
         return
-    for connection in [one for one, end in waiting.items() if end <= now]:
+    for connection in [connection for connection, end in waiting.items() if end <= now]:
         connection.end()

@@ -1,4 +1,4 @@
-"""Remote agents: each rollout is fetched by a worker, or sent to a service; its end is posted or replied.
+"""Remote agents: a rollout is fetched by a worker or sent to a service; its end is posted or replied.
 
     worker   --POST /rollouts/next--> {"rollout", "base_url", "model", "row"}        task.agent = "remote"
     trainer  --POST task.agent_url, the same and "api_key"--> {"reward": 0.5}        task.agent_url
@@ -37,17 +37,17 @@ ACCEPTED = 202
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where agents reach the server. ``key``: the API key that they must send; "": none."""
+    """The address at which agents reach the server. ``key``: the API key that they must send; "": none."""
 
     host: str = "127.0.0.1"
     port: int = 0
-    address: str = ""  # http://name:port, if agents reach it at other than host and port
+    address: str = ""  # http://name:port, if agents reach it by another name or port
     key: str = ""
     access: Access = STRICT
 
     @property
     def allowed(self) -> Access:
-        """``access``, with the name in ``address`` as a name of a server on a loopback address."""
+        """``access``, which also allows the name in ``address`` for a server on a loopback address."""
         name = urlsplit(self.address).hostname if is_loopback(self.host) else None
         return replace(self.access, hosts=self.access.hosts | {name}) if name else self.access
 
@@ -57,17 +57,18 @@ class Elsewhere:
     of a rollout that has been fetched."""
 
     def __init__(self, key: str, begun: Callable[[str], None], wait_s: float) -> None:
-        self._key, self._begun, self._wait_s = key or "none", begun, wait_s
+        self._key, self._report_begun, self._wait_s = key or "none", begun, wait_s
         self._waiting: asyncio.Queue[tuple[dict[str, Any], asyncio.Future[None]]] = asyncio.Queue()
         self._ends: dict[str, asyncio.Future[float | None]] = {}
         self._client: httpx2.AsyncClient | None = None
 
     async def fetched(self, base_url: str, row: Mapping[str, Any]) -> float | None:
-        """The reward of a rollout run by a worker. RuntimeError if it fails, or no worker has fetched it."""
-        fetched = asyncio.get_running_loop().create_future()
-        self._waiting.put_nowait((self._order(base_url, row), fetched))
+        """Return the reward of a rollout run by a worker. Raises RuntimeError if the rollout fails, or no
+        worker fetches it."""
+        fetch_future = asyncio.get_running_loop().create_future()
+        self._waiting.put_nowait((self._make_order(base_url, row), fetch_future))
         try:
-            await asyncio.wait_for(fetched, self._wait_s)
+            await asyncio.wait_for(fetch_future, self._wait_s)
         except TimeoutError:
             raise RuntimeError(
                 f"no worker has fetched the rollout for {self._wait_s:g} s (task.agent_wait_s)"
@@ -75,31 +76,32 @@ class Elsewhere:
         return await self.end_of(base_url)
 
     async def sent(self, url: str, base_url: str, row: Mapping[str, Any]) -> float | None:
-        """The reward of a rollout run by the service at ``url``. RuntimeError if unreachable or failing."""
+        """Return the reward of a rollout run by the service at ``url``. Raises RuntimeError if the service
+        cannot be reached or fails."""
         import httpx2
 
         if self._client is None:
             limits = httpx2.Limits(max_connections=None)
             self._client = httpx2.AsyncClient(timeout=None, limits=limits, trust_env=False)
-        order, key = self._order(base_url, row) | {"api_key": self._key}, f"Bearer {self._key}"
+        order, key = self._make_order(base_url, row) | {"api_key": self._key}, f"Bearer {self._key}"
         headers = {"Content-Type": "application/json", "Authorization": key}
-        end = self._end(id_of(base_url))  # which may come before the answer
+        end = self._get_end(id_of(base_url))  # the end may come before the answer
         try:
             reply = await self._client.post(url, content=to_text(order), headers=headers)
             if reply.status_code == ACCEPTED:
                 return await end
             if not reply.is_success:
                 raise RuntimeError(f"{url} answered {reply.status_code}: {reply.text[:300]}")
-            return _reward_of(reply.content)
+            return _read_reward(reply.content)
         except (httpx2.HTTPError, httpx2.InvalidURL, ApiError) as error:
             raise RuntimeError(f"{url}: {type(error).__name__}: {error}") from error
         finally:
             self._ends.pop(id_of(base_url), None)
 
     async def end_of(self, base_url: str, idle: Callable[[], bool] | None = None) -> float | None:
-        """The reward posted with the end of a rollout; None if there is none, or once it is ``idle``. Raises
-        RuntimeError with the error that its agent posts."""
-        end = self._end(id_of(base_url))
+        """Return the reward posted with the end of a rollout; None if there is none, or once the rollout is
+        ``idle``. Raises RuntimeError with the error that the agent posts."""
+        end = self._get_end(id_of(base_url))
         try:
             while not end.done() and not (idle is not None and idle()):
                 await asyncio.wait({end}, timeout=None if idle is None else 1.0)
@@ -107,10 +109,10 @@ class Elsewhere:
         finally:
             self._ends.pop(id_of(base_url), None)
 
-    def _end(self, id_: str) -> asyncio.Future[float | None]:
+    def _get_end(self, id_: str) -> asyncio.Future[float | None]:
         return self._ends.setdefault(id_, asyncio.get_running_loop().create_future())
 
-    def _order(self, base_url: str, row: Mapping[str, Any]) -> dict[str, Any]:
+    def _make_order(self, base_url: str, row: Mapping[str, Any]) -> dict[str, Any]:
         return {"rollout": id_of(base_url), "base_url": base_url, "model": MODEL, "row": dict(row)}
 
     async def close(self) -> None:
@@ -120,31 +122,31 @@ class Elsewhere:
     # ---- HTTP
 
     async def next(self, request: Request) -> Response:
-        """The next rollout for the worker that requests it; 204 when there is none for ``POLL_S``."""
-        until = time.monotonic() + POLL_S
-        while (left := until - time.monotonic()) > 0:
+        """Give the next rollout to the worker that requests it; 204 when there is none for ``POLL_S``."""
+        deadline = time.monotonic() + POLL_S
+        while (remaining_s := deadline - time.monotonic()) > 0:
             try:
-                order, fetched = await asyncio.wait_for(self._waiting.get(), left)
+                order, fetch_future = await asyncio.wait_for(self._waiting.get(), remaining_s)
             except (TimeoutError, asyncio.CancelledError):  # the latter when the server closes
                 break
-            if fetched.done():
+            if fetch_future.done():
                 continue  # its episode is over
             if await request.is_disconnected():
-                self._waiting.put_nowait((order, fetched))
+                self._waiting.put_nowait((order, fetch_future))
                 break
-            fetched.set_result(None)
-            self._end(order["rollout"])
-            self._begun(order["rollout"])
+            fetch_future.set_result(None)
+            self._get_end(order["rollout"])
+            self._report_begun(order["rollout"])
             return Response(to_text(order), media_type="application/json")
         return Response(status_code=204)
 
     async def end(self, request: Request) -> Response:
-        """The agent of a rollout has ended, with its reward or an error; 409 if no end is awaited."""
+        """Take the end of a rollout from its agent, with a reward or an error; 409 if no end is awaited."""
         body, id_ = await read_body(request), request.path_params["id"]
         end = self._ends.get(id_)
         if end is None or end.done():
             raise ApiError(f"the end of rollout {id_!r} is not awaited", status=409, code="not_awaited")
-        reward, error = _reward_of(body), parse_json(body or b"{}").get("error")
+        reward, error = _read_reward(body), parse_json(body or b"{}").get("error")
         if error:
             end.set_exception(RuntimeError(str(error)[:500]))
         else:
@@ -153,17 +155,17 @@ class Elsewhere:
 
 
 def id_of(base_url: str) -> str:
-    """The id of the rollout with this address."""
+    """Return the id of the rollout with this address."""
     return base_url.split("/")[-2]
 
 
 def to_text(order: Mapping[str, Any]) -> str:
-    """JSON; values that it does not have (a date in a column) as strings."""
+    """Return an order as JSON. Values that JSON does not have (a date in a column) become strings."""
     return json.dumps(order, default=str)
 
 
-def _reward_of(body: bytes) -> float | None:
-    """The reward of {"reward": number or null}; None without one. ApiError for anything else."""
+def _read_reward(body: bytes) -> float | None:
+    """The reward of {"reward": number or null}; None without one. Raises ApiError for anything else."""
     try:
         value = parse_json(body or b"{}").get("reward")
     except (ValueError, AttributeError) as error:
@@ -172,7 +174,7 @@ def _reward_of(body: bytes) -> float | None:
 
 
 def number(value: Any, name: str) -> float:
-    """``value`` as a float. Raises ApiError if it is not a finite number."""
+    """Return ``value`` as a float. Raises ApiError if it is not a finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not np.isfinite(value):
         raise ApiError(f"{name} is {value!r}; send a finite number", param=name)
     return float(value)

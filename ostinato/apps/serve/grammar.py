@@ -1,9 +1,9 @@
 """Grammars of answers: JSON, JSON of a schema, a forced tool call.
 
-A grammar is a text in the Lark dialect of llguidance, which is imported when the first one is requested
-(extra ``grammar``). The tokens it allows next are a mask over the vocabulary (``types.Constraint``), applied
-before a token is drawn: log-probabilities are those of the masked distribution. An answer can end only where
-its grammar can.
+A grammar is a text in the Lark dialect of llguidance, which is imported when the first grammar is requested
+(extra ``grammar``). The tokens that it allows next are a mask over the vocabulary (``types.Constraint``),
+applied before a token is drawn: log-probabilities are those of the masked distribution. An answer can end
+only where its grammar can.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from ostinato.tool_calls import CLOSE, OPEN
 
 MAX_BYTES = 64 << 10  # of a grammar
 KEPT = 64  # built grammars in the cache
-_TAGS = {"open": OPEN, "close": CLOSE}  # of a call, by their rules
-BLANKS = r"[ \t\n\r]{1,16}"  # between two tokens of JSON: bounded, as weak policies else write only blanks
-_COMBINED = {"allOf", "anyOf", "oneOf", "if", "not", "$ref"}  # with what stands beside them
+_TAGS = {"open": OPEN, "close": CLOSE}  # the tags of a call, by their rules
+BLANKS = r"[ \t\n\r]{1,16}"  # between two tokens of JSON: bounded, as weak policies would write only blanks
+_COMBINED = {"allOf", "anyOf", "oneOf", "if", "not", "$ref"}  # they combine with the keys beside them
 _LITERAL = {"allOf", "not", "if", "then", "else", "const", "enum", "default", "examples"}
-# Of the parser: about 20 ms and 40 MB at the start, and 15 ms per token. A grammar beyond them is refused.
+# Of the parser: about 20 ms and 40 MB at the start, and 15 ms per token. Grammars beyond them are refused.
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
     "max_lexer_states": 20_000,
@@ -58,15 +58,15 @@ def json_grammar(format_: Mapping[str, Any], param: str) -> str:
     if kind == "text":
         return ""
     if kind == "json_object":
-        return f"start: {_block({'type': 'object'})}"
+        return f"start: {_make_block({'type': 'object'})}"
     schema = (format_.get("json_schema") or format_).get("schema")
     if kind != "json_schema" or not isinstance(schema, dict):
         raise ApiError(f"{param} is of type {kind!r} without a JSON schema; give one", param=param)
-    return f"start: {_block(schema)}"
+    return f"start: {_make_block(schema)}"
 
 
 def call_grammar(choice: Any, tools: Sequence[Mapping[str, Any]]) -> str:
-    """The grammar of one call: of any tool for "required", of the named one for {"name": ..}; "" for others.
+    """Return the grammar of a call: of any tool for "required", of the named tool for {"name": ..}; else "".
 
     Raises ApiError 400 if there is no such tool.
     """
@@ -79,52 +79,52 @@ def call_grammar(choice: Any, tools: Sequence[Mapping[str, Any]]) -> str:
             f"tool_choice is {choice!r}; use 'auto', 'none', 'required' or a function of tools",
             param="tool_choice",
         )
-    rules = [f"call{n}: {_call(function)}" for n, function in enumerate(functions)]
-    either = " | ".join(f"call{n}" for n in range(len(functions)))
+    rules = [f"call{n}: {_make_call_rule(function)}" for n, function in enumerate(functions)]
+    alternatives = " | ".join(f"call{n}" for n in range(len(functions)))
     tags = [f"{rule}: {json.dumps(tag)}" for rule, tag in _TAGS.items()]
-    return "\n".join([f'start: open "\\n" ({either}) "\\n" close', *tags, *rules])
+    return "\n".join([f'start: open "\\n" ({alternatives}) "\\n" close', *tags, *rules])
 
 
-def _call(function: Mapping[str, Any]) -> str:
+def _make_call_rule(function: Mapping[str, Any]) -> str:
     head = f'{{"name": {json.dumps(function["name"])}, "arguments": '
     parameters = close_objects({"type": "object", **(function.get("parameters") or {})})
-    return f'{json.dumps(head)} {_block(parameters)} "}}"'
+    return f'{json.dumps(head)} {_make_block(parameters)} "}}"'
 
 
 def close_objects(schema: Any) -> Any:
-    """A JSON schema whose objects take the properties that they name and no others, unless the schema says
-    otherwise: as vLLM reads the parameters of tools, since clients refuse other arguments.
-    Where several schemas describe the same object (``_COMBINED``), they stay as they are, since each would
-    forbid what the others name."""
+    """Close the objects of a JSON schema: they take the properties that they name and no others, unless the
+    schema says otherwise. vLLM reads the parameters of tools in this way, since clients refuse other
+    arguments. Where several schemas describe the same object (``_COMBINED``), they stay as they are, since
+    each would forbid the properties of the others."""
     if isinstance(schema, list):
         return [close_objects(member) for member in schema]
     if not isinstance(schema, dict) or (set(schema) & _COMBINED and "properties" in schema):
         return schema
-    closed = {key: value if key in _LITERAL else close_objects(value) for key, value in schema.items()}
+    closed_schema = {key: value if key in _LITERAL else close_objects(value) for key, value in schema.items()}
     properties = schema.get("properties")
-    if isinstance(properties, dict):  # its keys are names of the user's, not words of JSON schema
-        closed["properties"] = {name: close_objects(value) for name, value in properties.items()}
+    if isinstance(properties, dict):  # its keys are the user's names, not keywords of JSON schema
+        closed_schema["properties"] = {name: close_objects(value) for name, value in properties.items()}
         if not {"patternProperties", "unevaluatedProperties"} & set(schema):
-            closed.setdefault("additionalProperties", False)
-    return closed
+            closed_schema.setdefault("additionalProperties", False)
+    return closed_schema
 
 
-def _block(schema: Mapping[str, Any]) -> str:
+def _make_block(schema: Mapping[str, Any]) -> str:
     options = {"whitespace_pattern": BLANKS, **schema.get("x-guidance", {})}
     return f"%json {json.dumps({**schema, 'x-guidance': options})}"
 
 
 class Guides:
-    """Grammars, ready to guide answers of a model with ``vocab_size`` logits."""
+    """Builds grammars and keeps them, to guide answers of a model with ``vocab_size`` logits."""
 
     def __init__(self, renderer: Renderer, vocab_size: int) -> None:
         self._renderer, self._vocab_size, self._tokenizer = renderer, vocab_size, None
-        self._built: dict[str, Any] = {}  # matchers by grammar
-        self._building = asyncio.Lock()
+        self._matchers: dict[str, Any] = {}  # matchers by grammar
+        self._build_lock = asyncio.Lock()
 
     async def guides(self, grammar: str, n: int) -> list[Guide]:
-        """One guide per answer, ``n`` of them. ApiError 400 without the library, and for a grammar that
-        is invalid, too large or takes too long."""
+        """Return ``n`` guides, one per answer. Raises ApiError 400 without the library, and for a grammar
+        that is invalid, too large or takes too long to build."""
         if importlib.util.find_spec("llguidance") is None:
             raise ApiError(
                 "response_format and a forced tool_choice need a grammar; install it: "
@@ -138,13 +138,13 @@ class Guides:
             raise ApiError(
                 f"the schema makes {len(grammar)} bytes; this server takes {MAX_BYTES}, shorten it"
             )
-        async with self._building:
-            if grammar not in self._built:
-                await _try(grammar)
-                self._built[grammar] = await asyncio.to_thread(self._build, grammar, stops[0])
-            matcher = self._built[grammar]
-            while len(self._built) > KEPT:
-                del self._built[next(iter(self._built))]
+        async with self._build_lock:
+            if grammar not in self._matchers:
+                await _try_build(grammar)
+                self._matchers[grammar] = await asyncio.to_thread(self._build, grammar, stops[0])
+            matcher = self._matchers[grammar]
+            while len(self._matchers) > KEPT:
+                del self._matchers[next(iter(self._matchers))]
         return [Guide(matcher.deep_copy(), self._vocab_size, stops) for _ in range(n)]
 
     def _build(self, grammar: str, eos: int) -> Any:
@@ -152,22 +152,22 @@ class Guides:
 
         tokenizer = self._renderer.tokenizer
         if self._tokenizer is None:
-            text = _without_spelled_tokens(tokenizer.to_str())
+            text = _rename_spelled_tokens(tokenizer.to_str())
             self._tokenizer = llguidance.LLTokenizer(text, n_vocab=self._vocab_size, eos_token=eos)
         limits = llguidance.LLParserLimits(**LIMITS, verbose_errors=False)
-        written = _with_tag_tokens(grammar, tokenizer)
-        matcher = llguidance.LLMatcher(self._tokenizer, written, log_level=0, limits=limits)
-        first = matcher.deep_copy()
-        if not first.is_error():
-            first.compute_bitmask()
-        if first.is_error():
-            raise _refused(first.get_error())
+        tagged_grammar = _insert_tag_tokens(grammar, tokenizer)
+        matcher = llguidance.LLMatcher(self._tokenizer, tagged_grammar, log_level=0, limits=limits)
+        probe = matcher.deep_copy()
+        if not probe.is_error():
+            probe.compute_bitmask()
+        if probe.is_error():
+            raise _make_refusal(probe.get_error())
         return matcher
 
 
-def _with_tag_tokens(grammar: str, tokenizer: Any) -> str:
-    """The grammar with a tag of a call as its token, where it is an added token (Qwen): the only spelling
-    that the model knows."""
+def _insert_tag_tokens(grammar: str, tokenizer: Any) -> str:
+    """Write the tags of a call as tokens in the grammar, where they are added tokens (Qwen): the model knows
+    no other spelling."""
     ids = {token.content: id_ for id_, token in tokenizer.get_added_tokens_decoder().items()}
     for rule, tag in _TAGS.items():
         if tag in ids:
@@ -175,9 +175,10 @@ def _with_tag_tokens(grammar: str, tokenizer: Any) -> str:
     return grammar
 
 
-def _without_spelled_tokens(tokenizer: str) -> str:
-    """A tokenizer's JSON in which no text spells an added token like <think>. llguidance tokenises the text
-    that a schema forces and would get that token, which it does not accept in place of the text."""
+def _rename_spelled_tokens(tokenizer: str) -> str:
+    """Rename added tokens like <think> in a tokenizer's JSON, so that no text spells them. llguidance
+    tokenises the text that a schema forces and would get that token, which it does not accept in place of the
+    text."""
     tree = json.loads(tokenizer)
     names = {}
     for token in tree["added_tokens"]:
@@ -192,8 +193,9 @@ def _without_spelled_tokens(tokenizer: str) -> str:
     return json.dumps(tree)
 
 
-async def _try(grammar: str) -> None:
-    """Build it in a process that can be killed. ApiError 400 if that fails or takes ``TRIAL_S`` CPU s."""
+async def _try_build(grammar: str) -> None:
+    """Build a grammar in a process that can be killed. Raises ApiError 400 if that fails or takes ``TRIAL_S``
+    s of CPU time."""
     program = _TRIAL.format(seconds=TRIAL_S, limits=LIMITS)
     trial = await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-c", program), stdin=subprocess.PIPE, stderr=subprocess.PIPE
@@ -204,39 +206,39 @@ async def _try(grammar: str) -> None:
         if trial.returncode is None:
             trial.kill()
     if trial.returncode:
-        ended = trial.returncode < 0
-        raise _refused(
-            f"it takes over {TRIAL_S} s or 1 GiB to build" if ended else error.decode(errors="replace")
+        was_killed = trial.returncode < 0
+        raise _make_refusal(
+            f"it takes over {TRIAL_S} s or 1 GiB to build" if was_killed else error.decode(errors="replace")
         )
 
 
-def _refused(error: str) -> ApiError:
-    return ApiError(f"the schema cannot be enforced: {_sentence(error)}", code="grammar_refused")
+def _make_refusal(error: str) -> ApiError:
+    return ApiError(f"the schema cannot be enforced: {_cut_sentence(error)}", code="grammar_refused")
 
 
 class Guide:
-    """The tokens that must not come next (``types.Constraint``) in an answer that grows from call to call.
-    ``error``: why none may."""
+    """Computes the tokens that must not come next (``types.Constraint``) in an answer that grows from call to
+    call. ``error``: why all tokens are banned, or ""."""
 
     def __init__(self, matcher: Any, vocab_size: int, stops: Sequence[int]) -> None:
         self.error = ""
-        self._matcher, self._vocab_size, self._stops, self._consumed = matcher, vocab_size, list(stops), 0
+        self._matcher, self._vocab_size, self._stops, self._num_consumed = matcher, vocab_size, list(stops), 0
 
     def __call__(self, answer: np.ndarray) -> np.ndarray:
-        """[vocabulary] bool: True for banned tokens."""
+        """Return the mask of banned tokens [vocabulary] bool."""
         matcher = self._matcher
-        matcher.consume_tokens(answer[self._consumed :].tolist())
-        self._consumed = len(answer)
-        banned = np.ones(self._vocab_size, bool)
+        matcher.consume_tokens(answer[self._num_consumed :].tolist())
+        self._num_consumed = len(answer)
+        is_banned = np.ones(self._vocab_size, bool)
         if not matcher.is_stopped():
             bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
-            banned = ~np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(bool)
+            is_banned = ~np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(bool)
         if matcher.is_error():
-            self.error = f"the grammar is too much at this place: {_sentence(matcher.get_error())}"
+            self.error = f"the grammar is too much at this place: {_cut_sentence(matcher.get_error())}"
             return np.ones(self._vocab_size, bool)
-        banned[self._stops] = not matcher.is_accepting()
-        return banned
+        is_banned[self._stops] = not matcher.is_accepting()
+        return is_banned
 
 
-def _sentence(error: str) -> str:
+def _cut_sentence(error: str) -> str:
     return error.strip().partition("\n")[0][:300]

@@ -4,8 +4,8 @@
     agent = "verifiers:ID"        # a taskset that verifiers finds: an installed package, a module
     env_params = {agent = {harness = {id = "bash"}, runtime = {type = "docker"}}}     # its block [env]
 
-A harness reaches the policy by the address of its rollout, as any agent. What is not said of the runtime is
-"subprocess", a process of this machine. The library is imported here alone.
+A harness reaches the policy by the address of its rollout, as any agent. The default runtime is
+"subprocess", a process of this machine. The library is imported only in this file.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from ostinato.config.tasks import VERIFIERS
 from ostinato.env.rows import holdout_mask
 from ostinato.types import Prompt
 
-KEY = "OSTINATO_VERIFIERS_KEY"  # of the variable that the library reads a key from; there is none
+KEY = "OSTINATO_VERIFIERS_KEY"  # the library reads its key from this variable, which is not set
 AT_ONCE = (
     16  # episodes: each starts a server and clients of its own, some tenths of a second of the processor
 )
-SHOWN = 500  # characters of a task's prompt that a row shows
+SHOWN = 500  # characters of a task's prompt in a row
 
 
 class VerifiersAgent:
     """The taskset ``id``: its tasks as rows, and the agent that plays them."""
 
     def __init__(self, spec: str, params: Mapping[str, Any]) -> None:
-        """``spec`` is "verifiers:ID". Raises ValueError where the library, the taskset or its block [env] is
-        not as it should be."""
+        """``spec`` is "verifiers:ID". Raises ValueError where the library or the taskset is missing, or its
+        block [env] is wrong."""
         self._spec, self._places = spec, asyncio.Semaphore(AT_ONCE)
         try:
             from verifiers.v1.utils.loaders import load_environment, resolve_env_config
@@ -46,10 +46,10 @@ class VerifiersAgent:
         }
         try:
             config = resolve_env_config(block)
-            self._new = lambda: load_environment(
+            self._load_environment = lambda: load_environment(
                 config
-            )  # one for each episode: it holds the episode's servers
-            taskset = self._new().taskset
+            )  # for each episode, as it holds the episode's servers
+            taskset = self._load_environment().taskset
             if not taskset.bounded:
                 raise ValueError("its taskset is endless; give it a bound in task.env_params.taskset")
             self.tasks = list(taskset)
@@ -59,27 +59,27 @@ class VerifiersAgent:
             ) from error
 
     def rows(self, split: str, n: int | None, *, holdout: float = 0.1) -> list[Prompt]:
-        """The tasks of ``split`` as rows: what is asked, to be shown, and the index."""
+        """Return the tasks of ``split`` as rows: the question, for display, and the index."""
         uids = [f"{self._spec}/{index}" for index in range(len(self.tasks))]
         prompts = [str(task.data.prompt) for task in self.tasks]
-        held, texts = holdout_mask(prompts, holdout), [prompt[:SHOWN] for prompt in prompts]
+        mask, texts = holdout_mask(prompts, holdout), [prompt[:SHOWN] for prompt in prompts]
         rows = [
             Prompt(uid=uid, messages=({"role": "user", "content": text},), columns={"index": index})
             for index, (uid, text) in enumerate(zip(uids, texts, strict=True))
-            if held[index] == (split == "eval")
+            if mask[index] == (split == "eval")
         ]
         if not rows:
             raise ValueError(
-                f"task.agent {self._spec!r} has {len(held)} tasks, none for {split}; set task.params.holdout"
+                f"task.agent {self._spec!r} has {len(mask)} tasks, none for {split}; set task.params.holdout"
             )
         return rows[:n]
 
     async def play(self, base_url: str, row: Mapping[str, Any]) -> float:
-        """The agent: plays the task with the index of the row; the sum of its weighted rewards. Raises
-        RuntimeError for an episode that failed."""
+        """Play the task with the row's index, and return the sum of its weighted rewards. Raises RuntimeError
+        for an episode that failed."""
         from verifiers.v1.clients import EvalClientConfig, ModelContext
 
-        env = self._new()
+        env = self._load_environment()
         client = EvalClientConfig(base_url=base_url, api_key_var=KEY)
         async with self._places, env.serving():
             (slot,) = env.slots(self.tasks[row["index"]])
