@@ -59,18 +59,18 @@ class Door:
     # ---- dialects
 
     async def chat(self, request: Request) -> Response:
-        body = parsed(ChatBody, await self._body(request))
+        body = parsed(ChatBody, await self._read_body(request))
         return await self._openai(request, body, [body.to_call()], chat=True)
 
     async def completions(self, request: Request) -> Response:
-        body = parsed(CompletionBody, await self._body(request))
+        body = parsed(CompletionBody, await self._read_body(request))
         self._service.check_room(body.num_answers)
         return await self._openai(request, body, body.to_calls(), chat=False)
 
     async def _openai(self, request: Request, body: Sampled, calls: list[Call], *, chat: bool) -> Response:
-        calls = [await self._assigned(call, body) for call in calls]
-        model = self._service.model(calls[0].model)  # once: its name may be another policy's in a moment
-        id_ = _id("chatcmpl" if chat else "cmpl")
+        calls = [await self._assign_model(call, body) for call in calls]
+        model = self._service.model(calls[0].model)  # once, as the name may get another policy
+        id_ = _make_id("chatcmpl" if chat else "cmpl")
         shape = Shape(
             id=id_,
             model=model.name,
@@ -80,52 +80,52 @@ class Door:
             body=body,
             chat=chat,
         )
-        parts = await self._parts(calls, model, id_, body)
+        parts = await self._run_calls(calls, model, id_, body)
         if body.stream:
             return await _stream(parts, shape.events)
         answers = await _collect(request, parts)
-        scored = [(await self._service.prompt_scores(call, model), call.n) for call in calls]
-        scores = [each for each, n in scored for _ in range(n)]
-        ordered = [answers[index] for index in sorted(answers)]
-        return JSONResponse(shape.whole(ordered, _usage(calls, answers), scores))
+        prompt_scores = [(await self._service.prompt_scores(call, model), call.n) for call in calls]
+        scores = [scores_of_prompt for scores_of_prompt, n in prompt_scores for _ in range(n)]
+        sorted_answers = [answers[index] for index in sorted(answers)]
+        return JSONResponse(shape.whole(sorted_answers, _sum_usage(calls, answers), scores))
 
     async def responses(self, request: Request) -> Response:
-        body = parsed(openai_responses.ResponsesBody, await self._body(request))
-        call, id_ = await self._assigned(body.to_call(), body), _id("resp")
+        body = parsed(openai_responses.ResponsesBody, await self._read_body(request))
+        call, id_ = await self._assign_model(body.to_call(), body), _make_id("resp")
         model, renderer = self._service.model(call.model), self._service.renderer
         shape = openai_responses.ResponseShape(
             id=id_, model=model.name, renderer=renderer, call=call, body=body
         )
-        parts = await self._parts([call], model, id_, body)
+        parts = await self._run_calls([call], model, id_, body)
         if body.stream:
             return await _stream(parts, shape.events)
         answers = await _collect(request, parts)
         return JSONResponse(shape.whole([answers[0]]))
 
     async def generate(self, request: Request) -> Response:
-        """vLLM's: token ids in, token ids and log-probabilities out."""
-        body = parsed(GenerateBody, await self._body(request))
-        call, id_ = await self._assigned(body.to_call(), body), _id("gen")
-        parts = await self._parts([call], self._service.model(call.model), id_, body)
+        """Answer vLLM's request: token ids in, token ids and log-probabilities out."""
+        body = parsed(GenerateBody, await self._read_body(request))
+        call, id_ = await self._assign_model(body.to_call(), body), _make_id("gen")
+        parts = await self._run_calls([call], self._service.model(call.model), id_, body)
         answers = await _collect(request, parts)
         return JSONResponse(generation(id_, call, [answers[index] for index in sorted(answers)]))
 
     async def messages(self, request: Request) -> Response:
-        body = parsed(anthropic_messages.MessagesBody, await self._body(request))
-        call, id_ = await self._assigned(body.to_call(), body), secrets.token_hex(12)
+        body = parsed(anthropic_messages.MessagesBody, await self._read_body(request))
+        call, id_ = await self._assign_model(body.to_call(), body), secrets.token_hex(12)
         model = self._service.model(call.model)
-        parts = await self._parts([call], model, f"msg_{id_}", body)
+        parts = await self._run_calls([call], model, f"msg_{id_}", body)
         if body.stream:
             return await _stream(parts, lambda parts: anthropic_messages.events(id_, model.name, parts))
         answers = await _collect(request, parts)
         return JSONResponse(anthropic_messages.message(id_, model.name, [answers[0]]))
 
     async def count_tokens(self, request: Request) -> Response:
-        body = parsed(anthropic_messages.MessagesBody, await self._body(request))
+        body = parsed(anthropic_messages.MessagesBody, await self._read_body(request))
         return JSONResponse({"input_tokens": len(await self._service.tokens(body.to_call()))})
 
-    async def _assigned(self, call: Call, body: Lenient) -> Call:
-        """The call with the model assigned to its user, and a session's messages shortened by its memory."""
+    async def _assign_model(self, call: Call, body: Lenient) -> Call:
+        """The call with the model of its user, and with a session's messages shortened by its memory."""
         asker = Asker.of(body.model_extra or {})
         if self._memory is not None and asker.session and call.messages:
             tools = () if call.tool_choice == "none" else call.tools
@@ -138,40 +138,42 @@ class Door:
         assert self._memory is not None
         name = request.path_params["name"]
         if request.method == "POST":
-            return JSONResponse(await self._memory.change(name, await self._body(request)))
+            return JSONResponse(await self._memory.change(name, await self._read_body(request)))
         return JSONResponse(await self._memory.view(name))
 
-    async def _parts(self, calls: list[Call], model: Model, id_: str, body: Lenient) -> Parts:
-        """The answers of ``model`` to all calls, concurrently, numbered consecutively across calls and
-        recorded under ``id_``. Errors of the requests are raised here."""
+    async def _run_calls(self, calls: list[Call], model: Model, id_: str, body: Lenient) -> Parts:
+        """Return the answers of ``model`` to all calls, which run concurrently. They are numbered
+        consecutively across calls and recorded under ``id_``. Errors of the requests are raised here."""
         requests = []
         for call in calls:
             requests.append(await self._service.requests(call, model))
-            await asyncio.sleep(0)  # other requests come in between
+            await asyncio.sleep(0)  # lets other requests run
         asker = Asker.of(body.model_extra or {})
 
-        async def one(call: Call, mine: list[Any], first: int) -> Parts:
-            async with aclosing(self._service.answer(call, mine)) as parts:
+        async def answer_call(call: Call, call_requests: list[Any], offset: int) -> Parts:
+            async with aclosing(self._service.answer(call, call_requests)) as parts:
                 async for part in parts:
                     if self._feedback is not None and isinstance(part, Answer):
-                        self._feedback.record(id_, model, call, part, asker, first + part.index)
-                    yield first + part.index, part
+                        self._feedback.record(id_, model, call, part, asker, offset + part.index)
+                    yield offset + part.index, part
 
         if len(calls) == 1:
-            return one(calls[0], requests[0], 0)
-        firsts = accumulate(map(len, requests[:-1]), initial=0)
-        return _merge_events([one(*each) for each in zip(calls, requests, firsts, strict=True)])
+            return answer_call(calls[0], requests[0], 0)
+        offsets = accumulate(map(len, requests[:-1]), initial=0)
+        return _merge_events(
+            [answer_call(*arguments) for arguments in zip(calls, requests, offsets, strict=True)]
+        )
 
-    # ---- the rest
+    # ---- other routes
 
     async def models(self, request: Request) -> Response:
-        listed = [self._listed(model) for model in self._service.models.values()]
-        return JSONResponse({"object": "list", "data": listed, "has_more": False})
+        rows = [self._describe_model(model) for model in self._service.models.values()]
+        return JSONResponse({"object": "list", "data": rows, "has_more": False})
 
     async def model(self, request: Request) -> Response:
-        return JSONResponse(self._listed(self._service.model(request.path_params["name"])))
+        return JSONResponse(self._describe_model(self._service.model(request.path_params["name"])))
 
-    def _listed(self, model: Model) -> dict[str, Any]:
+    def _describe_model(self, model: Model) -> dict[str, Any]:
         return {
             "id": model.name,
             "object": "model",
@@ -183,8 +185,8 @@ class Door:
         }
 
     async def tokenize(self, request: Request) -> Response:
-        """vLLM's: a text, or messages through the chat template."""
-        body = parsed(_Tokenize, await self._body(request))
+        """Answer vLLM's request: tokenize a text, or messages with the chat template."""
+        body = parsed(_Tokenize, await self._read_body(request))
         if body.messages is not None:
             chat = {"messages": body.messages, **(body.model_extra or {})}
             tokens = await self._service.tokens(check_body(ChatBody, chat).to_call())
@@ -194,7 +196,7 @@ class Door:
         return JSONResponse({"tokens": tokens.tolist(), "count": len(tokens), "max_model_len": limit})
 
     async def detokenize(self, request: Request) -> Response:
-        body = parsed(_Detokenize, await self._body(request))
+        body = parsed(_Detokenize, await self._read_body(request))
         top = self._service.limits.vocab_size
         if any(not 0 <= token < top for token in body.tokens):
             raise ApiError(f"tokens holds an id outside 0 to {top - 1}", param="tokens")
@@ -202,7 +204,7 @@ class Door:
 
     async def feedback(self, request: Request) -> Response:
         assert self._feedback is not None
-        return JSONResponse(await self._feedback.post(await self._body(request)))
+        return JSONResponse(await self._feedback.post(await self._read_body(request)))
 
     async def script(self, request: Request) -> Response:
         assert self._feedback is not None
@@ -219,35 +221,35 @@ class Door:
         policy = (
             "default-src 'none'; style-src 'unsafe-inline'; script-src 'self' 'unsafe-inline'; img-src data:"
         )
-        more = "connect-src 'self'; base-uri 'none'; frame-ancestors 'none'"
-        headers = {"Content-Security-Policy": f"{policy}; {more}"}
+        rest = "connect-src 'self'; base-uri 'none'; frame-ancestors 'none'"
+        headers = {"Content-Security-Policy": f"{policy}; {rest}"}
         text = PAGE.read_text(encoding="utf-8")
-        warmth = f'step="0.1" value="{self._service.defaults.temperature:g}"'
-        text = text.replace('step="0.1" value="1"', warmth)
+        temperature_field = f'step="0.1" value="{self._service.defaults.temperature:g}"'
+        text = text.replace('step="0.1" value="1"', temperature_field)
         if self._feedback is not None:
             text = text.replace("<!-- feedback -->", SCRIPT)
         if self._memory is not None:
             text = text.replace("const REMEMBERS = false", "const REMEMBERS = true")
         return HTMLResponse(text, headers=headers)
 
-    # ---- around all of them
+    # ---- helpers of all routes
 
     def guarded(self, handler: Handler, path: str, dialect: str = "openai") -> Handler:
-        """``handler`` with the key checked, errors in the dialect's format, and the request counted."""
-        answer, metrics = (
-            guarded(handler, self._key, partial(_refusal, dialect=dialect)),
+        """Wrap ``handler``: check the key, write errors in the dialect's format, and count the request."""
+        guarded_handler, metrics = (
+            guarded(handler, self._key, partial(_make_refusal, dialect=dialect)),
             self._service.metrics,
         )
 
-        async def counted(request: Request) -> Response:
-            response = await answer(request)
+        async def handle_and_count(request: Request) -> Response:
+            response = await guarded_handler(request)
             metrics.left.inc(response.status_code == 499)
             metrics.requests.labels(path, response.status_code).inc()
             return response
 
-        return counted
+        return handle_and_count
 
-    async def _body(self, request: Request) -> bytes:
+    async def _read_body(self, request: Request) -> bytes:
         return await read_body(request, self._service.limits.body_bytes)
 
 
@@ -260,54 +262,57 @@ class _Detokenize(Lenient):
     tokens: list[Id]
 
 
-def _id(kind: str) -> str:
-    """A new response id, unique across servers and restarts."""
+def _make_id(kind: str) -> str:
+    """Return a new response id, unique across servers and restarts."""
     return f"{kind}-{secrets.token_hex(12)}"
 
 
-def _usage(calls: list[Call], answers: dict[int, Answer]) -> Usage:
-    """Each prompt counts once, whatever its number of answers."""
+def _sum_usage(calls: list[Call], answers: dict[int, Answer]) -> Usage:
+    """Sum the usage of all calls. Each prompt counts once, whatever its number of answers."""
     parts, first = [], 0
     for call in calls:
         parts.append(Usage.of([answers[first + k] for k in range(call.n)]))
         first += call.n
     return Usage(
-        prompt=sum(p.prompt for p in parts),
-        cached=sum(p.cached for p in parts),
-        sampled=sum(p.sampled for p in parts),
+        prompt=sum(part.prompt for part in parts),
+        cached=sum(part.cached for part in parts),
+        sampled=sum(part.sampled for part in parts),
     )
 
 
-def _refusal(error: ApiError, dialect: str) -> Response:
+def _make_refusal(error: ApiError, dialect: str) -> Response:
     body = anthropic_messages.error_body(error) if dialect == "anthropic" else error.body()
     headers = {"Retry-After": str(error.retry_after)} if error.retry_after else {}
     return JSONResponse(body, status_code=error.status, headers=headers)
 
 
 async def _stream(parts: Parts, events: Callable[[Parts], AsyncIterator[str]]) -> Response:
-    """Server-sent events. An error before the first part has its own HTTP status; a later one is the last
-    event. Starlette cancels the stream of a client that hangs up, which frees what its answer holds."""
+    """Return server-sent events. An error before the first part has its own HTTP status; a later error is the
+    last event. Starlette cancels the stream of a client that hangs up, which frees the memory of its
+    answer."""
     first = await anext(parts)
 
-    async def lines() -> AsyncIterator[str]:
+    async def write_lines() -> AsyncIterator[str]:
         async with aclosing(parts):
             try:
-                async for line in events(_after(first, parts)):
+                async for line in events(_prepend_part(first, parts)):
                     yield line
             except ApiError as error:
                 yield sse(error.body(), "error")
 
-    return StreamingResponse(lines(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+    return StreamingResponse(
+        write_lines(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+    )
 
 
-async def _after(first: tuple[int, Piece | Answer], parts: Parts) -> Parts:
+async def _prepend_part(first: tuple[int, Piece | Answer], parts: Parts) -> Parts:
     yield first
     async for part in parts:
         yield part
 
 
 async def _collect(request: Request, parts: Parts) -> dict[int, Answer]:
-    """The answers by number. If the client hangs up, all stops and ClientDisconnect is raised."""
+    """Return the answers by number. If the client hangs up, all calls stop and ClientDisconnect is raised."""
 
     async def collect() -> dict[int, Answer]:
         async with aclosing(parts):
@@ -317,7 +322,7 @@ async def _collect(request: Request, parts: Parts) -> dict[int, Answer]:
 
 
 async def _merge_events(streams: list[Parts]) -> Parts:
-    """The parts of all streams, as they arrive."""
+    """Yield the parts of all streams as they arrive."""
     send, receive = anyio.create_memory_object_stream[tuple[int, Piece | Answer] | BaseException](1024)
 
     async def forward(stream: Parts) -> None:
@@ -329,21 +334,21 @@ async def _merge_events(streams: list[Parts]) -> Parts:
             await send.send(error)
 
     tasks = [asyncio.create_task(forward(stream)) for stream in streams]
-    ended = asyncio.gather(*tasks)
-    ended.add_done_callback(lambda _: send.close())
+    forwarding = asyncio.gather(*tasks)
+    forwarding.add_done_callback(lambda _: send.close())
     try:
         async for part in receive:
             if isinstance(part, BaseException):
                 raise part
             yield part
     finally:
-        ended.cancel()
+        forwarding.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         receive.close()
 
 
 class Direct:
-    """Answers POST at ``path`` without routing, which is half of the cost of many small requests."""
+    """Answers POST at ``path`` without routing, which would be half of the cost of many small requests."""
 
     def __init__(self, app: ASGIApp, path: str, handler: Handler) -> None:
         self._app, self._path, self._handler = app, path, handler
@@ -363,8 +368,8 @@ def new_app(
     added: Additions = NO_ADDITIONS,
     lifespan: Callable[[Any], AbstractAsyncContextManager[None]] | None = None,
 ) -> Starlette:
-    """The application. ``key``: the API key that clients must send; ``lifespan``: what runs alongside it in
-    its event loop."""
+    """Make the application. ``key``: the API key that clients must send; ``lifespan``: a context that is open
+    while the application runs, in its event loop."""
     door, feedback, memory = Door(service, key, added), added.feedback, added.memory
     if memory is not None:
         memory.show(service.metrics)
@@ -372,16 +377,16 @@ def new_app(
     def route(path: str, handler: Handler, method: str = "POST", dialect: str = "openai") -> Route:
         return Route(path, door.guarded(handler, path, dialect), methods=[method])
 
-    async def failed(request: Request, error: Exception) -> Response:
+    async def handle_failure(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        what = f"{request.method} {request.url.path}: {error.detail}"
-        return _refusal(ApiError(what, status=error.status_code), "openai")
+        sentence = f"{request.method} {request.url.path}: {error.detail}"
+        return _make_refusal(ApiError(sentence, status=error.status_code), "openai")
 
-    kept = [route("/feedback", door.feedback), Route("/feedback.js", door.script)]
+    feedback_routes = [route("/feedback", door.feedback), Route("/feedback.js", door.script)]
     events = door.guarded(door.feedback, "/feedback")
     return Starlette(
         routes=[
-            *(kept if feedback is not None else ()),
+            *(feedback_routes if feedback is not None else ()),
             route("/v1/chat/completions", door.chat),
             route("/v1/completions", door.completions),
             route("/v1/responses", door.responses),
@@ -397,7 +402,7 @@ def new_app(
             Route("/health", door.health),
             Route("/", door.page),
         ],
-        exception_handlers={HTTPException: failed},
+        exception_handlers={HTTPException: handle_failure},
         lifespan=lifespan,
         middleware=[Middleware(Direct, path="/feedback", handler=events)] if feedback is not None else [],
     )

@@ -24,8 +24,8 @@ from ostinato.apps.serve.calls import ApiError
 from ostinato.apps.serve.connections import Connection, close_expired, connection_limit
 
 BACKLOG = 2048
-BODY_BYTES = 64 << 20  # where a server names no other limit
-IDLE_S = 75  # keep-alive: longer than clients' pools keep a connection, else a request may hit its close
+BODY_BYTES = 64 << 20  # unless a server has another limit
+IDLE_S = 75  # keep-alive: longer than in clients' pools, else the server may close as a request comes
 KEY = "OSTINATO_API_KEY"
 T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
@@ -35,8 +35,8 @@ FIX = "send it as 'Authorization: Bearer KEY'"
 
 
 def key_for(host: str, name: str, given: str = "") -> str:
-    """The API key that clients must send: ``given``, else $OSTINATO_API_KEY, else "". ``name``: the setting
-    that ``host`` is from. Raises ValueError if other machines can reach ``host`` and there is no key."""
+    """Return the API key that clients must send: ``given``, else $OSTINATO_API_KEY, else "". ``name``: the
+    setting of ``host``. Raises ValueError if other machines can reach ``host`` and there is no key."""
     if not (key := given or os.environ.get(KEY, "")) and not is_loopback(host):
         raise ValueError(
             f"{name} {host} can be reached by other machines; give a key: {KEY} in the environment, "
@@ -46,7 +46,7 @@ def key_for(host: str, name: str, given: str = "") -> str:
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0: any free one. Raises ValueError if the address cannot be bound."""
+    """Open a listening socket; port 0: any free port. Raises ValueError if the address cannot be bound."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
@@ -57,16 +57,16 @@ def bound(host: str, port: int) -> socket.socket:
 
 
 def address(listening: socket.socket) -> str:
-    """http://host:port of a socket."""
+    """Return http://host:port of a socket."""
     host, port = listening.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def check_key(request: Request, key: str, fix: str = FIX) -> None:
-    """ApiError 401 if a request lacks ``key`` in OpenAI's or Anthropic's header; "": none is needed."""
-    given = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
-    given = given or request.headers.get("x-api-key", "")
-    if key and not hmac.compare_digest(given.encode(), key.encode()):
+    """Raise ApiError 401 if a request lacks ``key`` in OpenAI's or Anthropic's header; "": none is needed."""
+    sent_key = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
+    sent_key = sent_key or request.headers.get("x-api-key", "")
+    if key and not hmac.compare_digest(sent_key.encode(), key.encode()):
         raise ApiError(
             f"the API key is missing or wrong; {fix}",
             status=401,
@@ -76,10 +76,10 @@ def check_key(request: Request, key: str, fix: str = FIX) -> None:
 
 
 def guarded(handler: Handler, key: str, refusal: Callable[[ApiError], Response], fix: str = FIX) -> Handler:
-    """``handler`` with the key checked, and every failure as a response: a refusal, 499 for a client that has
-    left, 500 for the rest, which is logged."""
+    """Wrap ``handler``: check the key, and return each failure as a response: a refusal, 499 for a client
+    that has hung up, 500 for all others, which are logged."""
 
-    async def guarded(request: Request) -> Response:
+    async def handle(request: Request) -> Response:
         try:
             check_key(request, key, fix)
             return await handler(request)
@@ -91,11 +91,11 @@ def guarded(handler: Handler, key: str, refusal: Callable[[ApiError], Response],
             log.exception("a request failed")
             return refusal(ApiError(f"{type(error).__name__}: {error}", status=500, kind="server_error"))
 
-    return guarded
+    return handle
 
 
 async def read_body(request: Request, most: int = BODY_BYTES) -> bytes:
-    """The body. Raises ApiError 413 as soon as more than ``most`` bytes have arrived."""
+    """Read the body. Raises ApiError 413 as soon as more than ``most`` bytes have arrived."""
     data = bytearray()
     async for part in request.stream():
         data += part
@@ -105,38 +105,40 @@ async def read_body(request: Request, most: int = BODY_BYTES) -> bytes:
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of ``work``; if the client hangs up first, it is cancelled and ClientDisconnect is raised.
-    The body must have been read."""
+    """Return the result of ``work``. If the client hangs up first, the work is cancelled and ClientDisconnect
+    is raised. The body must have been read."""
 
-    async def left() -> None:
+    async def wait_for_disconnect() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    working, gone = asyncio.create_task(work), asyncio.create_task(left())
+    work_task, disconnect_task = asyncio.create_task(work), asyncio.create_task(wait_for_disconnect())
     try:
-        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
+        await asyncio.wait({work_task, disconnect_task}, return_when=asyncio.FIRST_COMPLETED)
+        if not work_task.done():
             raise ClientDisconnect
-        return working.result()
+        return work_task.result()
     finally:
-        for task in (working, gone):
+        for task in (work_task, disconnect_task):
             task.cancel()
-        await asyncio.gather(working, gone, return_exceptions=True)
+        await asyncio.gather(work_task, disconnect_task, return_exceptions=True)
 
 
 class Entrance:
     """``app`` behind the rules of ``access``. ``local``: the server listens on a loopback address."""
 
     def __init__(self, app: ASGIApp, access: Access, *, local: bool) -> None:
-        every: dict[str, Any] = {"allow_methods": ["*"], "allow_headers": ["*"]}
+        permissions: dict[str, Any] = {"allow_methods": ["*"], "allow_headers": ["*"]}
         origins = [*access.origins]
-        self._app = CORSMiddleware(app, allow_origins=origins, **every) if origins else app
+        self._app = CORSMiddleware(app, allow_origins=origins, **permissions) if origins else app
         self._access, self._local = access, local
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            read = {READ[name]: value.decode("latin-1") for name, value in scope["headers"] if name in READ}
-            if refusal := self._access.refusal(scope["method"], read, local=self._local):
+            headers = {
+                READ[name]: value.decode("latin-1") for name, value in scope["headers"] if name in READ
+            }
+            if refusal := self._access.refusal(scope["method"], headers, local=self._local):
                 status, sentence = refusal
                 error = ApiError(sentence, status=status)
                 await JSONResponse(error.body(), status_code=status)(scope, receive, send)
@@ -145,10 +147,10 @@ class Entrance:
 
 
 class HttpServer(uvicorn.Server):
-    """Serves ``app`` to those whom ``access`` lets in, on ``listening``, until SIGTERM or Ctrl-C: then it
-    accepts no more connections, calls ``ending``, and gives running requests ``drain_s`` seconds to end.
-    A connection is closed where a head has not arrived after ``head_s``, its body after ``body_s`` more, or
-    the next request after ``idle_s``."""
+    """Serves ``app`` on ``listening``, within the rules of ``access``, until SIGTERM or Ctrl-C. Then it
+    accepts no more connections, calls ``ending``, and gives running requests ``drain_s`` seconds to end. A
+    connection is closed where a head has not arrived after ``head_s``, its body after ``body_s`` more, or the
+    next request after ``idle_s``."""
 
     def __init__(
         self,
@@ -172,7 +174,7 @@ class HttpServer(uvicorn.Server):
             ws="none",
             timeout_graceful_shutdown=int(drain_s),
             timeout_keep_alive=idle_s,
-            backlog=1,  # asyncio accepts so many in a row, and after a failure it tries all of them again
+            backlog=1,  # asyncio accepts this many in a row, and after a failure tries all of them again
             **{"log_level": "warning", **options},
         )
         super().__init__(config)
@@ -183,7 +185,7 @@ class HttpServer(uvicorn.Server):
         self._listening.listen(BACKLOG)
 
     async def on_tick(self, counter: int) -> bool:
-        if counter % 10 == 0:  # a second
+        if counter % 10 == 0:  # once a second
             close_expired(self._waiting, asyncio.get_running_loop().time())
         return await super().on_tick(counter)
 
@@ -192,5 +194,5 @@ class HttpServer(uvicorn.Server):
         await super().shutdown(sockets)
 
     def serve_until_signal(self) -> None:
-        with suppress(KeyboardInterrupt):  # which uvicorn raises again at the end
+        with suppress(KeyboardInterrupt):  # uvicorn raises it again at the end
             self.run(sockets=[self._listening])
