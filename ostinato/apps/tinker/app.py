@@ -37,7 +37,7 @@ POLL_S = 30.0  # of a long poll; the SDK's timeout is 45
 INLINE_BYTES = 1 << 20  # a larger result is announced first, if the client supports that
 MOST_SAMPLING = 8192  # requests in progress; more are answered with 429, and the SDK waits
 PURGE_S = 60.0
-FETCHED_S, KEPT_S = 600.0, 7 * 24 * 3600.0  # how long results are kept, once fetched and at all
+FETCHED_S, KEPT_S = 600.0, 7 * 24 * 3600.0  # how long results are kept after the fetch, and otherwise
 SESSION = "session"
 
 
@@ -81,31 +81,33 @@ class Door:
         return JSONResponse({"sample_cancel_enabled": True})
 
     async def create_session(self, request: Request) -> Response:
-        """Retries carry the same idempotency key, and get the same session."""
-        body = await _json(request)
-        given = request.headers.get("x-idempotency-key", "")
-        id = hashlib.sha256(given.encode()).hexdigest()[:16] if given else secrets.token_hex(8)
+        """Create a session. Retries have the same idempotency key, and get the same session."""
+        body = await _read_json(request)
+        request_key = request.headers.get("x-idempotency-key", "")
+        id = hashlib.sha256(request_key.encode()).hexdigest()[:16] if request_key else secrets.token_hex(8)
         if self._registry.get(SESSION, id) is None:
-            kept = ("tags", "user_metadata", "sdk_version", "project_id", "display_name")
-            self._registry.put(SESSION, id, {name: body.get(name) for name in kept})
+            names = ("tags", "user_metadata", "sdk_version", "project_id", "display_name")
+            self._registry.put(SESSION, id, {name: body.get(name) for name in names})
         return JSONResponse({"session_id": id, "type": "create_session"})
 
     async def heartbeat(self, request: Request) -> Response:
-        session = self._registry.require(SESSION, parse_body(SessionBody, await _body(request)).session_id)
+        session = self._registry.require(
+            SESSION, parse_body(SessionBody, await _read_body(request)).session_id
+        )
         if session.get("finished"):
-            return _refusal("this session has finished", 410)
+            return _make_refusal("this session has finished", 410)
         return JSONResponse({"type": "session_heartbeat"})
 
     async def finish_session(self, request: Request) -> Response:
         id = request.path_params["session"]
         self._registry.put(
-            SESSION, id, {**self._registry.require(SESSION, id), "finished": await _json(request)}
+            SESSION, id, {**self._registry.require(SESSION, id), "finished": await _read_json(request)}
         )
         await self._work.finish_session(id)
         return Response(status_code=204)
 
     async def telemetry(self, request: Request) -> Response:
-        await _body(request)
+        await _read_body(request)
         return JSONResponse({"status": "accepted"})
 
     async def healthz(self, request: Request) -> Response:
@@ -119,52 +121,52 @@ class Door:
     # ---- promises
 
     async def create_model(self, request: Request) -> Response:
-        data = await _body(request)
+        data = await _read_body(request)
         body = parse_body(CreateBody, data)
         self._registry.require(SESSION, body.session_id)
-        return self._promise(f"{body.session_id}:train:{body.model_seq_id}", 0, "create_model", data)
+        return self._submit(f"{body.session_id}:train:{body.model_seq_id}", 0, "create_model", data)
 
     async def load_weights(self, request: Request) -> Response:
-        data = await _body(request)
+        data = await _read_body(request)
         body = parse_body(LoadBody, data)
         if body.session_id is not None and body.model_seq_id is not None:
             self._registry.require(SESSION, body.session_id)
-            return self._promise(f"{body.session_id}:train:{body.model_seq_id}", 0, "load_weights", data)
+            return self._submit(f"{body.session_id}:train:{body.model_seq_id}", 0, "load_weights", data)
         if body.model_id is None or body.seq_id is None:
             raise UserError("load_weights needs model_id and seq_id, or session_id and model_seq_id")
-        return self._of_model(body.model_id, body.seq_id, "load_weights", data)
+        return self._submit_for_model(body.model_id, body.seq_id, "load_weights", data)
 
     async def forward_backward(self, request: Request) -> Response:
-        data = unpack_body(await _body(request), request.headers.get("content-encoding", ""))
+        data = unpack_body(await _read_body(request), request.headers.get("content-encoding", ""))
         message = training_request(data)
-        return self._of_model(message.model_id, message.seq_id, "forward_backward", data)
+        return self._submit_for_model(message.model_id, message.seq_id, "forward_backward", data)
 
     def of_model(self, kind: str) -> Handler:
-        """A request of a model whose body is JSON."""
+        """Return the handler of a model's requests of ``kind``, whose body is JSON."""
 
         async def handler(request: Request) -> Response:
-            data = await _body(request)
+            data = await _read_body(request)
             body = parse_body(SeqBody, data)
-            return self._of_model(body.model_id, body.seq_id, kind, data)
+            return self._submit_for_model(body.model_id, body.seq_id, kind, data)
 
         return handler
 
-    def _of_model(self, model: str, seq: int, kind: str, data: bytes) -> Response:
+    def _submit_for_model(self, model: str, seq: int, kind: str, data: bytes) -> Response:
         self._registry.require(MODEL, model)
         if seq < 1:
             raise UserError(f"seq_id is {seq}; the requests of a model count from 1")
-        return self._promise(model, seq, kind, data)
+        return self._submit(model, seq, kind, data)
 
-    def _promise(self, model: str, seq: int, kind: str, data: bytes) -> Response:
+    def _submit(self, model: str, seq: int, kind: str, data: bytes) -> Response:
         id = f"{model}:{seq}"
         self._futures.submit(id, model, seq, kind, data)
         return JSONResponse({"request_id": id, "model_id": model})
 
     async def asample(self, request: Request) -> Response:
-        data = await _body(request)
+        data = await _read_body(request)
         body = parse_body(SampleBody, data)
         if self._futures.sampling >= MOST_SAMPLING:
-            return _refusal(f"{MOST_SAMPLING} samples are under way; try again later", 429)
+            return _make_refusal(f"{MOST_SAMPLING} samples are under way; try again later", 429)
         if body.sampling_session_id is not None:
             if body.seq_id is None:
                 raise UserError("seq_id is missing; requests of a sampling session are numbered")
@@ -173,31 +175,31 @@ class Door:
         else:
             id, owner = f"sample:{secrets.token_hex(8)}", ""
         self._futures.submit(id, owner, body.seq_id or 0, SAMPLE, data)
-        named = sequence_ids(id, min(body.num_samples, 1024))
-        return JSONResponse({"request_id": id, "sample_sequence_ids": named})
+        sequence_names = sequence_ids(id, min(body.num_samples, 1024))
+        return JSONResponse({"request_id": id, "sample_sequence_ids": sequence_names})
 
     async def retrieve(self, request: Request) -> Response:
         """The result; 408 while it is pending, 410 if the request is unknown or its result was dropped."""
-        body = parse_body(FutureBody, await _body(request))
+        body = parse_body(FutureBody, await _read_body(request))
         stored = await self._futures.result(body.request_id, POLL_S)
         if stored is None or (stored.state != PENDING and stored.result is None):
-            return _refusal(f"the request {body.request_id} is not known here; submit it again", 410)
+            return _make_refusal(f"the request {body.request_id} is not known here; submit it again", 410)
         if stored.state == PENDING:
-            waiting = {"type": "try_again", "request_id": stored.id, "queue_state": "active"}
-            return JSONResponse(waiting, status_code=408)
+            retry = {"type": "try_again", "request_id": stored.id, "queue_state": "active"}
+            return JSONResponse(retry, status_code=408)
         assert stored.result is not None
         if stored.state != FAILED and body.allow_metadata_only and len(stored.result) > INLINE_BYTES:
             return JSONResponse({"status": "complete_metadata", "response_payload_size": len(stored.result)})
         return Response(stored.result, media_type=stored.media)
 
     async def cancel(self, request: Request) -> Response:
-        self._futures.cancel(parse_body(FutureBody, await _body(request)).request_id)
+        self._futures.cancel(parse_body(FutureBody, await _read_body(request)).request_id)
         return Response(status_code=204)
 
     # ---- models and samplers
 
     async def get_info(self, request: Request) -> Response:
-        id = parse_body(ModelBody, await _body(request)).model_id
+        id = parse_body(ModelBody, await _read_body(request)).model_id
         base, rank = self._work.base, self._work.models.spec(id).rank
         data = {"arch": base.decoder.config.model_type, "model_name": base.name, "tokenizer_id": base.path}
         lora = {"is_lora": True, "lora_rank": rank}
@@ -206,12 +208,12 @@ class Door:
         )
 
     async def unload_model(self, request: Request) -> Response:
-        id = parse_body(ModelBody, await _body(request)).model_id
+        id = parse_body(ModelBody, await _read_body(request)).model_id
         await self._work.models.release(id)
         return JSONResponse({"request_id": id, "model_id": id, "type": "unload_model"})
 
     async def create_sampler(self, request: Request) -> Response:
-        body = parse_body(SamplerBody, await _body(request))
+        body = parse_body(SamplerBody, await _read_body(request))
         self._registry.require(SESSION, body.session_id)
         if body.model_path is None:
             self._work.models.check_base(body.base_model or "")
@@ -225,38 +227,38 @@ class Door:
         return JSONResponse({"sampler_id": id, "base_model": self._work.base.name, "model_path": path})
 
     def guarded(self, handler: Handler) -> Handler:
-        """``handler`` with the key checked, and errors in Tinker's format."""
+        """Wrap ``handler``: check the key, and write errors in Tinker's format."""
 
-        async def named(request: Request) -> Response:
+        async def handle(request: Request) -> Response:
             try:
                 return await handler(request)
             except UserError as error:
-                return _refusal(str(error), error.status)
+                return _make_refusal(str(error), error.status)
 
-        return guarded(named, self._key, _failure, "set TINKER_API_KEY")
-
-
-def _failure(error: ApiError) -> Response:
-    return _refusal(str(error), error.status, "user" if error.status < 500 else "server")
+        return guarded(handle, self._key, _convert_error, "set TINKER_API_KEY")
 
 
-def _refusal(sentence: str, status: int, category: str = "user") -> Response:
+def _convert_error(error: ApiError) -> Response:
+    return _make_refusal(str(error), error.status, "user" if error.status < 500 else "server")
+
+
+def _make_refusal(sentence: str, status: int, category: str = "user") -> Response:
     return JSONResponse({"error": sentence, "category": category}, status_code=status)
 
 
-async def _body(request: Request) -> bytes:
+async def _read_body(request: Request) -> bytes:
     return await read_body(request, MOST_BYTES)
 
 
-async def _json(request: Request) -> dict[str, Any]:
-    found = json_of(await _body(request) or b"{}")
-    if not isinstance(found, dict):
+async def _read_json(request: Request) -> dict[str, Any]:
+    body = json_of(await _read_body(request) or b"{}")
+    if not isinstance(body, dict):
         raise UserError("the body is no JSON object")
-    return found
+    return body
 
 
 def new_app(work: Work, registry: Registry, *, key: str = "") -> Starlette:
-    """The application. ``key``: the API key of clients; empty: none. ``state.ending()`` ends long polls."""
+    """Make the application. ``key``: the API key of clients; "": none. ``state.ending()`` ends long polls."""
     futures = Futures(registry, work.run)
     door, listings = Door(work, registry, futures, key), Listings(work, registry)
 
@@ -268,20 +270,20 @@ def new_app(work: Work, registry: Registry, *, key: str = "") -> Starlette:
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         futures.resume()
-        purging = asyncio.create_task(purge())
+        purge_task = asyncio.create_task(purge())
         try:
             yield
         finally:
-            purging.cancel()
+            purge_task.cancel()
             await futures.close()
             await work.models.close()
 
     def route(path: str, handler: Handler, *methods: str) -> Route:
         return Route(f"/api/v1{path}", door.guarded(handler), methods=methods or ("POST",))
 
-    async def failed(request: Request, error: Exception) -> Response:
+    async def handle_failure(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        return _refusal(f"{request.method} {request.url.path}: {error.detail}", error.status_code)
+        return _make_refusal(f"{request.method} {request.url.path}: {error.detail}", error.status_code)
 
     kinds = ("optim_step", "save_weights", "save_weights_for_sampler", "save_weights_external")
     app = Starlette(
@@ -307,7 +309,7 @@ def new_app(work: Work, registry: Registry, *, key: str = "") -> Starlette:
             route("/samplers/{sampler}", door.sampler, "GET"),
             *(route(path, handler, method) for path, method, handler in listings.routes()),
         ],
-        exception_handlers={HTTPException: failed},
+        exception_handlers={HTTPException: handle_failure},
         lifespan=lifespan,
     )
     app.state.ending = futures.end_waits

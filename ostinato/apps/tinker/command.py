@@ -19,28 +19,28 @@ EXAMPLE = """
 
 
 def tinker(target: str, overrides: Sequence[str], where: Address, state: Path, name: str = "") -> None:
-    """Serve until a signal. Raises ValueError for what cannot be served."""
+    """Serve until a signal. Raises ValueError for a target that cannot be served."""
     for package in ("tinker", "uvicorn", "sqlalchemy"):
-        if find_spec(package) is None:  # not imported yet: the SDK loads torch, and threads are chosen before
+        if find_spec(package) is None:  # not imported: the SDK loads torch, and threads are chosen before
             raise ValueError(f'tinker needs {package}; install it: pip install "ostinato[tinker]"')
     from ostinato.apps.serve.server import HttpServer, address, bound, key_for
 
     key = key_for(where.host, "--host", where.key)
     if key and not key.startswith("tml-"):
         raise ValueError("the key does not begin with tml-, and the SDK sends no other; choose one that does")
-    listening = bound(where.host, where.port)
-    with listening:
+    server_socket = bound(where.host, where.port)
+    with server_socket:
         recipe, _ = recipe_of(target, *overrides)
         configure_threads(recipe)
         from ostinato.apps.tinker.app import new_app
         from ostinato.apps.tinker.registry import PROTO
         from ostinato.apps.tinker.work import open_work
 
-        with open_work(target, tuple(overrides), state, name) as opened:
-            app = new_app(opened.work, opened.registry, key=key)
-            say(f"export TINKER_BASE_URL={address(listening)}")
+        with open_work(target, tuple(overrides), state, name) as workshop:
+            app = new_app(workshop.work, workshop.registry, key=key)
+            say(f"export TINKER_BASE_URL={address(server_socket)}")
             say(f"export TINKER_API_KEY={key or 'tml-local'}")
-            say(EXAMPLE.format(name=opened.work.base.name))
+            say(EXAMPLE.format(name=workshop.work.base.name))
             say(f"what clients make is kept in {state} (Ctrl-C ends the server)")
             options = {"drain_s": where.drain_s, "ending": app.state.ending}
-            HttpServer(app, listening, where.access.with_types(PROTO), **options).serve_until_signal()
+            HttpServer(app, server_socket, where.access.with_types(PROTO), **options).serve_until_signal()

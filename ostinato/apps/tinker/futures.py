@@ -1,8 +1,8 @@
 """Futures: a request is stored, acknowledged and run in order, and its result is kept until fetched.
 
-Requests of a model run one after the other by their ``seq``, in whatever order they arrive; a missing one
-holds up those after it. Samples run as they come. After a restart, pending requests run again; those that ran
-at two deaths of the process fail.
+Requests of a model run one after the other by their ``seq``, in whatever order they arrive; a missing request
+holds up those after it. Samples run as they come. After a restart, pending requests run again; a request
+during which the process died twice fails.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ostinato.apps.tinker.registry import PENDING, Registry, Result, Stored
 
 Run = Callable[[Stored], Awaitable[Result]]
 SAMPLE = "sample"
-MOST_STARTS = 2  # of a request in whose course the process died
+MOST_STARTS = 2  # of a request during which the process died
 log = logging.getLogger(__name__)
 
 
@@ -25,14 +25,14 @@ class Futures:
 
     def __init__(self, registry: Registry, run: Run) -> None:
         self._registry, self._run = registry, run
-        self._ended: dict[str, asyncio.Event] = {}  # of requests with a waiting client
+        self._end_events: dict[str, asyncio.Event] = {}  # of requests with a waiting client
         self._queues: dict[str, asyncio.Task[None]] = {}  # by model
         self._samples: dict[str, asyncio.Task[None]] = {}  # by request
         self._is_ending = False
 
     @property
     def sampling(self) -> int:
-        """Sample requests that have not ended."""
+        """The number of sample requests that have not ended."""
         return len(self._samples)
 
     def resume(self) -> None:
@@ -41,17 +41,17 @@ class Futures:
             self._start(stored)
 
     def submit(self, id: str, owner: str, seq: int, kind: str, body: bytes) -> None:
-        """Accept a request; a repeated one has no effect. UserError if its ``seq`` is used by another."""
+        """Accept a request; a repeated request has no effect. Raises UserError if another has its ``seq``."""
         if self._registry.submit(id, owner, seq, kind, body):
             stored = self._registry.request(id)
             assert stored is not None
             self._start(stored)
 
     async def result(self, id: str, wait_s: float) -> Stored | None:
-        """The request once it has ended, or as it is after ``wait_s``; None for one that is unknown."""
+        """Return the request once it has ended, or as it is after ``wait_s``; None for an unknown request."""
         stored = self._registry.request(id)
         if stored is not None and stored.state == PENDING and not self._is_ending:
-            event = self._ended.setdefault(id, asyncio.Event())
+            event = self._end_events.setdefault(id, asyncio.Event())
             with suppress(TimeoutError):
                 await asyncio.wait_for(event.wait(), wait_s)
             stored = self._registry.request(id)
@@ -66,9 +66,9 @@ class Futures:
             self._finish(id, Result.failed("the client has cancelled this request", "User"))
 
     def end_waits(self) -> None:
-        """Let ``result`` return at once: polling clients will retry at the next process."""
+        """Make ``result`` return at once: polling clients will retry at the next process."""
         self._is_ending = True
-        for event in self._ended.values():
+        for event in self._end_events.values():
             event.set()
 
     async def close(self) -> None:
@@ -80,19 +80,19 @@ class Futures:
 
     def _start(self, stored: Stored) -> None:
         if stored.kind == SAMPLE:
-            task = self._samples[stored.id] = asyncio.create_task(self._one(stored))
+            task = self._samples[stored.id] = asyncio.create_task(self._run_request(stored))
             task.add_done_callback(lambda _: self._samples.pop(stored.id, None))
         elif (queue := self._queues.get(stored.owner)) is None or queue.done():
-            self._queues[stored.owner] = asyncio.create_task(self._in_order(stored.owner))
+            self._queues[stored.owner] = asyncio.create_task(self._run_in_order(stored.owner))
 
-    async def _in_order(self, owner: str) -> None:
-        """Run the requests of a model by ``seq``, up to a missing one, whose arrival starts this again."""
+    async def _run_in_order(self, owner: str) -> None:
+        """Run the requests of a model by ``seq``, up to a missing request, which restarts this on arrival."""
         while (stored := self._registry.next_of(owner, self._registry.last_seq(owner) + 1)) is not None:
-            await self._one(stored)
+            await self._run_request(stored)
 
-    async def _one(self, stored: Stored) -> None:
+    async def _run_request(self, stored: Stored) -> None:
         try:
-            result = await self._result(stored)
+            result = await self._compute_result(stored)
         except ValueError as error:  # an error of the client
             result = Result.failed(str(error), "User")
         except Exception as error:
@@ -100,7 +100,7 @@ class Futures:
             result = Result.failed(f"{type(error).__name__}: {error}", "Server")
         self._finish(stored.id, result)
 
-    async def _result(self, stored: Stored) -> Result:
+    async def _compute_result(self, stored: Stored) -> Result:
         if stored.starts >= MOST_STARTS:
             return Result.failed(
                 f"the server died {stored.starts} times while it ran this request; it is not tried again",
@@ -115,5 +115,5 @@ class Futures:
 
     def _finish(self, id: str, result: Result) -> None:
         self._registry.finish(id, result)
-        if (event := self._ended.pop(id, None)) is not None:
+        if (event := self._end_events.pop(id, None)) is not None:
             event.set()

@@ -1,4 +1,4 @@
-"""Queries of clients about their sessions, runs and checkpoints."""
+"""Answer queries of clients about their sessions, runs and checkpoints."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Listings:
         self._work, self._registry = work, registry
 
     def routes(self) -> Iterator[tuple[str, str, Handler]]:
-        """(path, method, handler)."""
+        """Yield (path, method, handler) of each route."""
         yield RUNS, "GET", self.runs
         yield f"{RUNS}/{{run}}", "GET", self.run
         yield f"{RUNS}/{{run}}/checkpoints", "GET", self.checkpoints_of
@@ -58,49 +58,54 @@ class Listings:
         yield "/sessions/{session}", "GET", self.session
 
     async def runs(self, request: Request) -> Response:
-        rows, cursor = _page([self._run(*one) for one in self._registry.all(MODEL)], request)
+        rows, cursor = _cut_page([self._describe_run(*entry) for entry in self._registry.all(MODEL)], request)
         return JSONResponse({"training_runs": rows, "cursor": cursor})
 
     async def run(self, request: Request) -> Response:
         id = request.path_params["run"]
-        for one in self._registry.all(MODEL):
-            if one[0] == id:
-                return JSONResponse(self._run(*one))
+        for entry in self._registry.all(MODEL):
+            if entry[0] == id:
+                return JSONResponse(self._describe_run(*entry))
         raise NotFound(f"there is no training run {id!r} here")
 
     async def checkpoints_of(self, request: Request) -> Response:
-        rows = [_checkpoint(*one) for one in self._registry.all(CHECKPOINT, request.path_params["run"])]
+        rows = [
+            _describe_checkpoint(*entry)
+            for entry in self._registry.all(CHECKPOINT, request.path_params["run"])
+        ]
         return JSONResponse({"checkpoints": rows})
 
     async def checkpoints(self, request: Request) -> Response:
-        rows, cursor = _page([_checkpoint(*one) for one in self._registry.all(CHECKPOINT)], request, 100)
+        rows, cursor = _cut_page(
+            [_describe_checkpoint(*entry) for entry in self._registry.all(CHECKPOINT)], request, 100
+        )
         return JSONResponse({"checkpoints": rows, "cursor": cursor})
 
     async def delete(self, request: Request) -> Response:
-        self._work.delete(self._path(request))
+        self._work.delete(self._format_path(request))
         return Response(status_code=204)
 
     async def ttl(self, request: Request) -> Response:
         seconds = parse_body(TtlBody, await read_body(request)).ttl_seconds
         expires = None if seconds is None else datetime.now(UTC).timestamp() + seconds
-        path = self._path(request)
+        path = self._format_path(request)
         self._work.folder_of(path)
         self._registry.put(CHECKPOINT, path, {**self._registry.require(CHECKPOINT, path), "expires": expires})
         return Response(status_code=204)
 
     async def urls(self, request: Request) -> Response:
-        """URLs of all files, served here; they expire with the checkpoint."""
-        path = self._path(request)
+        """Return URLs of all files, served here; they expire with the checkpoint."""
+        path = self._format_path(request)
         folder = self._work.folder_of(path)
         base = str(request.url).removesuffix("/external_weights_urls")
         files = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
         expires = self._registry.require(CHECKPOINT, path)["expires"] or 4102444800.0  # the year 2100
         return JSONResponse(
-            {"urls": {name: f"{base}/files/{name}" for name in files}, "expires": _time(expires)}
+            {"urls": {name: f"{base}/files/{name}" for name in files}, "expires": _format_time(expires)}
         )
 
     async def file(self, request: Request) -> Response:
-        folder = self._work.folder_of(self._path(request)).resolve()
+        folder = self._work.folder_of(self._format_path(request)).resolve()
         file = (folder / request.path_params["file"]).resolve()
         if not file.is_relative_to(folder) or not file.is_file():
             raise NotFound(f"this checkpoint has no file {request.path_params['file']!r}")
@@ -111,23 +116,23 @@ class Listings:
         self._work.folder_of(path)
         model = self._registry.require(CHECKPOINT, path)["model"]
         lora = (self._registry.get(MODEL, model) or {}).get("lora", {})
-        kept = ("train_unembed", "train_mlp", "train_attn")
+        names = ("train_unembed", "train_mlp", "train_attn")
         facts = {"base_model": self._work.base.name, "is_lora": True, "lora_rank": lora.get("rank")}
-        return JSONResponse({**facts, **{name: lora.get(name) for name in kept}})
+        return JSONResponse({**facts, **{name: lora.get(name) for name in names}})
 
     async def copy(self, request: Request) -> Response:
-        """Copy a checkpoint to the run that is named, or to a new one."""
+        """Copy a checkpoint to the run that the request names, or to a new run."""
         body = parse_body(CopyBody, await read_body(request))
         if body.session_id is not None:
             self._registry.require("session", body.session_id)
-        given = request.headers.get("x-idempotency-key", "") or secrets.token_hex(8)
-        own = f"copy-{hashlib.sha256(given.encode()).hexdigest()[:16]}:train:0"
-        run = own if body.session_id is None else f"{body.session_id}:train:{body.model_seq_id or 0}"
+        request_key = request.headers.get("x-idempotency-key", "") or secrets.token_hex(8)
+        own_run = f"copy-{hashlib.sha256(request_key.encode()).hexdigest()[:16]}:train:0"
+        run = own_run if body.session_id is None else f"{body.session_id}:train:{body.model_seq_id or 0}"
         expires = None if body.ttl_seconds is None else datetime.now(UTC).timestamp() + body.ttl_seconds
         return JSONResponse({"tinker_path": self._work.copy(body.source_path, run, expires)})
 
     async def sessions(self, request: Request) -> Response:
-        rows, _ = _page([id for id, _, _ in self._registry.all("session")], request)
+        rows, _ = _cut_page([id for id, _, _ in self._registry.all("session")], request)
         return JSONResponse({"sessions": rows})
 
     async def session(self, request: Request) -> Response:
@@ -142,10 +147,10 @@ class Listings:
             }
         )
 
-    def _run(self, id: str, created: float, document: dict[str, Any]) -> dict[str, Any]:
-        rows = [_checkpoint(*one) for one in self._registry.all(CHECKPOINT, id)]
+    def _describe_run(self, id: str, created: float, document: dict[str, Any]) -> dict[str, Any]:
+        rows = [_describe_checkpoint(*entry) for entry in self._registry.all(CHECKPOINT, id)]
 
-        def newest(kind: str) -> dict[str, Any] | None:
+        def find_newest(kind: str) -> dict[str, Any] | None:
             return next((row for row in rows if row["checkpoint_type"] == kind), None)
 
         return {
@@ -154,19 +159,19 @@ class Listings:
             "model_owner": "local",
             "is_lora": True,
             "lora_rank": document["spec"]["rank"],
-            "last_request_time": _time(self._registry.last_time(id) or created),
-            "last_checkpoint": newest("training"),
-            "last_sampler_checkpoint": newest("sampler"),
+            "last_request_time": _format_time(self._registry.last_time(id) or created),
+            "last_checkpoint": find_newest("training"),
+            "last_sampler_checkpoint": find_newest("sampler"),
             "user_metadata": document["user_metadata"],
         }
 
-    def _path(self, request: Request) -> str:
+    def _format_path(self, request: Request) -> str:
         return "tinker://{run}/{kind}/{name}".format(**request.path_params)
 
 
-def _page(rows: list[Any], request: Request, usual: int = 20) -> tuple[list[Any], dict[str, int]]:
+def _cut_page(rows: list[Any], request: Request, default: int = 20) -> tuple[list[Any], dict[str, int]]:
     try:
-        limit = int(request.query_params.get("limit", usual))
+        limit = int(request.query_params.get("limit", default))
         offset = int(request.query_params.get("offset", 0))
     except ValueError as error:
         raise UserError(f"limit and offset are numbers: {error}") from error
@@ -175,18 +180,18 @@ def _page(rows: list[Any], request: Request, usual: int = 20) -> tuple[list[Any]
     return rows[offset : offset + limit], {"offset": offset, "limit": limit, "total_count": len(rows)}
 
 
-def _checkpoint(path: str, created: float, document: dict[str, Any]) -> dict[str, Any]:
+def _describe_checkpoint(path: str, created: float, document: dict[str, Any]) -> dict[str, Any]:
     return {
         "checkpoint_id": path.split("/", 3)[3],
         "checkpoint_type": document["kind"],
-        "time": _time(created),
+        "time": _format_time(created),
         "tinker_path": path,
         "size_bytes": document["size"],
         "public": False,
         "user_metadata": document["user_metadata"],
-        "expires_at": None if document["expires"] is None else _time(document["expires"]),
+        "expires_at": None if document["expires"] is None else _format_time(document["expires"]),
     }
 
 
-def _time(seconds: float) -> str:
+def _format_time(seconds: float) -> str:
     return datetime.fromtimestamp(min(seconds, LATEST), UTC).isoformat()

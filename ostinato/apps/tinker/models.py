@@ -1,4 +1,4 @@
-"""Models in training: each is an adapter of its own on the one base model, with snapshots and replay.
+"""Models in training: each is an adapter of its own on the shared base model, with snapshots and replay.
 
 A snapshot has an adapter and its optimizer after a request, but no gradients. The requests after it are in
 the registry and run again when a process loads the model: the same requests in the same order give the same
@@ -28,8 +28,8 @@ from ostinato.model.shapes import AdapterSpec
 from ostinato.train.accumulate import Accumulator, Adam, Scored, drained
 from ostinato.train.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 
-SNAPSHOT_S = 30.0  # between snapshots: work that the next process may have to repeat
-MOST_RANK = 256  # or the width of the model, where that is more
+SNAPSHOT_S = 30.0  # between snapshots: the next process may have to repeat this much work
+MOST_RANK = 256  # or the width of the model, if larger
 ALPHA = 32.0  # Tinker's, whatever the rank
 MODEL = "model"
 Work = Generator[None, None, Scored]
@@ -87,7 +87,7 @@ class Model:
     id: str
     trained: Accumulator
     record: Record
-    taken: int = 0  # optim_steps, whatever was loaded in between
+    taken: int = 0  # optim_steps; loading weights does not reset it
     seq: int = 0  # of the last request applied to it
     is_clean: bool = True
     saved: int = -1  # the request of its last snapshot
@@ -111,32 +111,32 @@ class Models:
         self._models: dict[str, Model] = {}
 
     async def get(self, id: str) -> Model:
-        """The model, loaded if necessary. Raises NotFound for one that was never created."""
+        """Return the model, loaded if necessary. Raises NotFound for a model that was never created."""
         if id not in self._models:
             self._models[id] = await self._thread.call(lambda _: self._load(id))
         return self._models[id]
 
     async def release(self, id: str) -> None:
-        """Free its memory; the next request loads it again."""
+        """Free the memory of a model; the next request loads it again."""
         if (model := self._models.pop(id, None)) is not None:
-            await self._thread.call(lambda _: self._left(model, "done"))
+            await self._thread.call(lambda _: self._close_model(model, "done"))
 
     def spec(self, id: str) -> AdapterSpec:
         return spec_of(self._registry.require(MODEL, id)["spec"])
 
     async def create(self, stored: Stored) -> None:
-        """A model with new adapters. Without a seed from the client, it is derived from the model's id."""
+        """Create a model with new adapters. The default seed is derived from the model's id."""
         body = parse_body(CreateBody, stored.body or b"")
         self.check_base(body.base_model)
         _check_optimizer(body.optimizer_config)
         config = body.lora_config or LoraBody(rank=32)
-        if config.rank > (most := max(MOST_RANK, self._base.decoder.config.hidden_size)):
-            raise UserError(f"lora_config.rank is {config.rank}; use {most} at most")
+        if config.rank > (max_rank := max(MOST_RANK, self._base.decoder.config.hidden_size)):
+            raise UserError(f"lora_config.rank is {config.rank}; use {max_rank} at most")
         targets = ("attn",) * config.train_attn + ("mlp", "shared", "experts") * config.train_mlp
         if not targets:
             raise UserError("lora_config trains the unembedding alone, which stays as it is here; add mlp")
         spec = AdapterSpec(rank=config.rank, alpha=ALPHA, targets=targets)
-        self._write(
+        self._register(
             stored.owner,
             body.session_id,
             spec,
@@ -163,7 +163,7 @@ class Models:
                 "train_mlp": "mlp" in spec.targets,
             }
             session = body.session_id or ""
-            self._write(stored.owner, session, spec, 0, body.user_metadata, lora)
+            self._register(stored.owner, session, spec, 0, body.user_metadata, lora)
         elif spec != self.spec(stored.owner):
             raise UserError(f"{body.path} has {spec}, and this model {self.spec(stored.owner)}")
         model = await self.get(stored.owner)
@@ -172,17 +172,17 @@ class Models:
     async def train(self, stored: Stored) -> Scored | dict[str, float]:
         """Run a forward_backward or an optim_step, after a snapshot if one is due."""
         model = await self.get(stored.owner)
-        await self._thread.call(lambda _: self._snapshot(model))
-        found = await self._thread.call(lambda _: self._apply(model, stored))
-        while isinstance(found, Generator):  # samples, and other models, come between microbatches
-            found = await self._thread.call(lambda _, work=found: _next(work))
-        assert found is not None
-        return found
+        await self._thread.call(lambda _: self._save_snapshot(model))
+        result = await self._thread.call(lambda _: self._apply(model, stored))
+        while isinstance(result, Generator):  # samples and other models run between microbatches
+            result = await self._thread.call(lambda _, work=result: _run_piece(work))
+        assert result is not None
+        return result
 
     async def close(self) -> None:
         """Save a snapshot of every clean model, so that the next process repeats nothing."""
         for model in self._models.values():
-            await self._thread.call(lambda _, one=model: self._left(one, "stopped"))
+            await self._thread.call(lambda _, loaded=model: self._close_model(loaded, "stopped"))
 
     def sampled(self, id: str, tokens: int) -> None:
         """Count ``tokens`` sampled from a policy of this model."""
@@ -206,21 +206,21 @@ class Models:
                 work = model.trained.pieces(rows, loss, learn=not message.forward_only)
                 return work if message.forward_only else model.record.counted(rows, work)
             case "optim_step":
-                given = parse_body(OptimBody, stored.body or b"").adam_params
-                if given is None:
+                params = parse_body(OptimBody, stored.body or b"").adam_params
+                if params is None:
                     raise UserError("optim_step has no adam_params; this server trains with AdamW alone")
                 adam = Adam(
-                    lr=given.learning_rate,
-                    betas=(given.beta1, given.beta2),
-                    eps=given.eps,
-                    weight_decay=given.weight_decay,
-                    max_grad_norm=max(0.0, given.grad_clip_norm),
+                    lr=params.learning_rate,
+                    betas=(params.beta1, params.beta2),
+                    eps=params.eps,
+                    weight_decay=params.weight_decay,
+                    max_grad_norm=max(0.0, params.grad_clip_norm),
                 )
-                model.is_clean, began = True, time.perf_counter()
-                taken = model.trained.optim_step(adam)
+                model.is_clean, start = True, time.perf_counter()
+                metrics = model.trained.optim_step(adam)
                 model.taken += 1
-                model.record.stepped(taken, time.perf_counter() - began)
-                return taken
+                model.record.stepped(metrics, time.perf_counter() - start)
+                return metrics
             case "load_weights":
                 body = parse_body(LoadBody, stored.body or b"")
                 trained = model.trained
@@ -228,50 +228,54 @@ class Models:
                     self._find(body.path), identity=identity(self._base, trained.adapters.spec)
                 )
                 assert checkpoint is not None
-                broken = [name for name, one in checkpoint.tensors.items() if not torch.isfinite(one).all()]
-                if broken:
-                    raise UserError(f"{body.path} is not finite in {broken[0]}; load an earlier one")
+                bad_names = [
+                    name for name, tensor in checkpoint.tensors.items() if not torch.isfinite(tensor).all()
+                ]
+                if bad_names:
+                    raise UserError(f"{body.path} is not finite in {bad_names[0]}; load an earlier one")
                 trained.restore(checkpoint.tensors, optimizer=body.optimizer)
                 trained.steps = checkpoint.step if body.optimizer else 0
                 model.is_clean, model.saved_at = True, 0.0  # a snapshot is due: the checkpoint may be deleted
         return None
 
     def _load(self, id: str) -> Model:
-        """The model restored from its last snapshot and the requests after it."""
+        """Restore the model from its last snapshot and the requests after it."""
         document = self._registry.require(MODEL, id)
         spec, config = spec_of(document["spec"]), self._base.decoder.config
         adapters = init_adapters(config, spec, document["seed"], self._base.decoder.device)
         trained = Accumulator(self._base.decoder, adapters, ops=self._base.ops)
-        snapshot = load_checkpoint(self._snapshots(id), identity=identity(self._base, spec))
-        taken = snapshot.state.get("taken", snapshot.state["steps"]) if snapshot else 0
-        model = Model(id, trained, self._open_record(id, document, taken), taken)
+        snapshot = load_checkpoint(self._make_snapshot_folder(id), identity=identity(self._base, spec))
+        num_taken = snapshot.state.get("taken", snapshot.state["steps"]) if snapshot else 0
+        model = Model(id, trained, self._open_record(id, document, num_taken), num_taken)
         if snapshot is not None:
             model.trained.restore(snapshot.tensors)
             model.trained.steps = snapshot.state["steps"]
             model.seq = model.saved = snapshot.step
         model.saved_at = time.monotonic()
         for stored in self._registry.since(id, model.saved):
-            left_nothing = stored.kind == "forward_backward" and stored.state == FAILED
-            if stored.kind != "create_model" and not left_nothing:
-                with suppress(ValueError):  # refused then, and again
-                    self._again(model, stored)
+            has_no_effect = stored.kind == "forward_backward" and stored.state == FAILED
+            if stored.kind != "create_model" and not has_no_effect:
+                with suppress(ValueError):  # the request was refused, and is again
+                    self._replay(model, stored)
         return model
 
-    def _again(self, model: Model, stored: Stored) -> None:
-        is_read = stored.kind == "forward_backward" and training_request(stored.body or b"").forward_only
-        if stored.kind in ("forward_backward", "optim_step", "load_weights") and not is_read:
+    def _replay(self, model: Model, stored: Stored) -> None:
+        is_forward_only = (
+            stored.kind == "forward_backward" and training_request(stored.body or b"").forward_only
+        )
+        if stored.kind in ("forward_backward", "optim_step", "load_weights") and not is_forward_only:
             work = self._apply(model, stored)
             if isinstance(work, Generator):
                 drained(work)
         model.seq = stored.seq
 
-    def _snapshot(self, model: Model, *, now: bool = False) -> None:
+    def _save_snapshot(self, model: Model, *, now: bool = False) -> None:
         """Save a snapshot if one is due and no gradients are accumulated."""
         is_due = now or time.monotonic() - model.saved_at >= SNAPSHOT_S
         if not is_due or not model.is_clean or model.seq <= model.saved:
             return
         if self._registry.last_seq(model.id) < model.seq:
-            return  # not answered: it will run again
+            return  # the last request is not answered, so it will run again
         trained = model.trained
         checkpoint = Checkpoint(
             step=model.seq,
@@ -279,12 +283,12 @@ class Models:
             state={"steps": trained.steps, "taken": model.taken},
             identity=identity(self._base, trained.adapters.spec),
         )
-        save_checkpoint(self._snapshots(model.id), checkpoint, keep=1)
+        save_checkpoint(self._make_snapshot_folder(model.id), checkpoint, keep=1)
         model.saved, model.saved_at = model.seq, time.monotonic()
         self._registry.forget_bodies(model.id, model.seq)
 
-    def _left(self, model: Model, why: str) -> None:
-        self._snapshot(model, now=True)
+    def _close_model(self, model: Model, why: str) -> None:
+        self._save_snapshot(model, now=True)
         model.record.close(why)
 
     def _open_record(self, id: str, document: dict[str, Any], step: int) -> Record:
@@ -294,12 +298,12 @@ class Models:
             self._folder / "runs" / slug(id), {**recipe, "tinker": {"model": id}}, step, self._start
         )
 
-    def _snapshots(self, id: str) -> Path:
+    def _make_snapshot_folder(self, id: str) -> Path:
         folder = self._folder / "models" / slug(id)
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
-    def _write(
+    def _register(
         self,
         id: str,
         session: str,
@@ -308,19 +312,19 @@ class Models:
         metadata: dict[str, Any] | None,
         lora: dict[str, Any],
     ) -> None:
-        drawn = int.from_bytes(hashlib.sha256(id.encode()).digest()[:6])
+        derived_seed = int.from_bytes(hashlib.sha256(id.encode()).digest()[:6])
         document = {
             "session": session,
             "spec": asdict(spec),
-            "seed": drawn if seed is None else seed % 2**63,
+            "seed": derived_seed if seed is None else seed % 2**63,
             "lora": lora,
             "user_metadata": metadata,
         }
         self._registry.put(MODEL, id, document, owner=session)
 
 
-def _next(work: Work) -> Work | Scored:
-    """Run the next microbatch: the remaining work, or its result if it is done."""
+def _run_piece(work: Work) -> Work | Scored:
+    """Run the next microbatch, and return the remaining work, or its result if it is done."""
     try:
         next(work)
     except StopIteration as end:
@@ -328,11 +332,11 @@ def _next(work: Work) -> Work | Scored:
     return work
 
 
-def _check_optimizer(given: dict[str, Any] | None) -> None:
-    if given is not None and given.get("type") != "adamw":
-        raise UserError(f"optimizer is {given.get('type')!r}; this server trains with adamw")
+def _check_optimizer(config: dict[str, Any] | None) -> None:
+    if config is not None and config.get("type") != "adamw":
+        raise UserError(f"optimizer is {config.get('type')!r}; this server trains with adamw")
 
 
 def slug(id: str) -> str:
-    """An id as the name of a folder."""
+    """Return an id as the name of a folder."""
     return id.replace(":", "_").replace("/", "_")

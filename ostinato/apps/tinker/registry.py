@@ -1,5 +1,5 @@
-"""The server's state in SQLite: requests, stored before they are acknowledged, results until they are
-fetched, and sessions, models, samplers and checkpoints by id. It survives a killed process."""
+"""The server's state in SQLite: requests, which are stored before they are acknowledged, results until they
+are fetched, and sessions, models, samplers and checkpoints by id. It survives a killed process."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ ENDED = R.state != PENDING
 
 
 class UserError(ValueError):
-    """An error of the client, in one sentence."""
+    """An error of the client, described in a sentence."""
 
-    status = 422  # of the response, if a request is refused at once
+    status = 422  # of the response, where a request is refused at once
 
 
 class NotFound(UserError):
-    """There is nothing with this id."""
+    """No session, model, sampler or checkpoint has this id."""
 
     status = 404
 
@@ -63,7 +63,7 @@ class Stored:
     state: str
     result: bytes | None
     media: str
-    starts: int = 0  # how often a process has begun it, and neither ended it nor stopped in good order
+    starts: int = 0  # times that a process has begun it and died
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +76,12 @@ class Result:
 
     @classmethod
     def of(cls, body: dict[str, Any]) -> Result:
-        """As JSON."""
+        """Return a result in JSON."""
         return cls(json.dumps(body).encode())
 
     @classmethod
     def failed(cls, sentence: str, category: str) -> Result:
-        """``category``: "User" for an error of the client, else "Server"."""
+        """Return a failure. ``category``: "User" for an error of the client, else "Server"."""
         error = {"error": sentence, "category": category.lower()}
         return cls(json.dumps(error).encode(), JSON, FAILED)
 
@@ -90,8 +90,7 @@ STORED = sa.select(*(R[name] for name in Stored.__dataclass_fields__))
 
 
 class Registry:
-    """The tables in one file, for calls of several threads. Raises ValueError for a file that holds something
-    else."""
+    """The tables in a file, for calls of several threads. Raises ValueError for a file of another kind."""
 
     def __init__(self, path: Path) -> None:
         self._db = open_database(path, TABLES, "the registry of a Tinker server")
@@ -102,33 +101,35 @@ class Registry:
     # ---- requests
 
     def submit(self, id: str, owner: str, seq: int, kind: str, body: bytes) -> bool:
-        """Store a request; False if it is stored already. UserError if ``id`` has another request."""
+        """Store a request; False if it is stored already. Raises UserError if ``id`` has another request."""
         digest = hashlib.sha256(kind.encode() + body).hexdigest()
         with self._db.transaction():
-            known = self._db.scalar(sa.select(R.digest).where(R.id == id))
-            if known is None:
+            known_digest = self._db.scalar(sa.select(R.digest).where(R.id == id))
+            if known_digest is None:
                 row = {"id": id, "owner": owner, "seq": seq, "kind": kind, "digest": digest, "body": body}
                 self._db.insert(REQUESTS, [row | {"state": PENDING, "created": time.time()}])
-        if known not in (None, digest):
+        if known_digest not in (None, digest):
             raise UserError(f"seq_id {seq} of {owner} was used for another request; count on")
-        return known is None
+        return known_digest is None
 
     def request(self, id: str) -> Stored | None:
-        return next(iter(self._stored(R.id == id)), None)
+        return next(iter(self._select_requests(R.id == id)), None)
 
     def next_of(self, owner: str, seq: int) -> Stored | None:
-        """The request with this number, if it has arrived."""
-        return next(iter(self._stored(R.owner == owner, R.seq == seq)), None)
+        """Return the request with this number, if it has arrived."""
+        return next(iter(self._select_requests(R.owner == owner, R.seq == seq)), None)
 
     def pending(self) -> list[Stored]:
-        """Pending requests in order of arrival."""
-        return self._stored(R.state == PENDING)
+        """Return the pending requests in order of arrival."""
+        return self._select_requests(R.state == PENDING)
 
     def since(self, owner: str, seq: int) -> list[Stored]:
-        """The ended requests after ``seq``, in order: those that a snapshot at ``seq`` does not contain."""
-        return sorted(self._stored(R.owner == owner, R.seq > seq, ENDED), key=lambda one: one.seq)
+        """Return the ended requests after ``seq``, in order: a snapshot at ``seq`` does not contain them."""
+        return sorted(
+            self._select_requests(R.owner == owner, R.seq > seq, ENDED), key=lambda stored: stored.seq
+        )
 
-    def _stored(self, *where: sa.ColumnElement[bool]) -> list[Stored]:
+    def _select_requests(self, *where: sa.ColumnElement[bool]) -> list[Stored]:
         return [Stored(*row) for row in self._db.rows(STORED.where(*where).order_by(R.created, R.seq))]
 
     def finish(self, id: str, result: Result) -> None:
@@ -136,34 +137,35 @@ class Registry:
         self._db.change(REQUESTS.update().where(R.id == id).values(values))
 
     def started(self, id: str, count: int = 1) -> None:
-        """A process begins a request; -1: it has stopped in good order before the end."""
+        """Count the start of a request by a process; -1: the process stopped in good order before the end."""
         self._db.change(REQUESTS.update().where(R.id == id).values(starts=R.starts + count))
 
     def last_seq(self, owner: str) -> int:
-        """The highest ``seq`` of an ended request; -1 without any."""
-        last = self._db.scalar(sa.select(sa.func.max(R.seq)).where(R.owner == owner, ENDED))
-        return -1 if last is None else last
+        """Return the highest ``seq`` of an ended request; -1 without any."""
+        highest = self._db.scalar(sa.select(sa.func.max(R.seq)).where(R.owner == owner, ENDED))
+        return -1 if highest is None else highest
 
     def last_time(self, owner: str) -> float | None:
-        """When its last request came, in seconds since 1970."""
+        """Return the time of the owner's last request, in seconds since 1970; None without any."""
         return self._db.scalar(sa.select(sa.func.max(R.created)).where(R.owner == owner))
 
     def forget_bodies(self, owner: str, seq: int) -> None:
         """Drop the bodies of ended requests up to ``seq``, whose effect a snapshot contains."""
-        ended = REQUESTS.update().where(R.owner == owner, R.seq <= seq, R.seq > 0, ENDED)
-        self._db.change(ended.values(body=None))
+        update = REQUESTS.update().where(R.owner == owner, R.seq <= seq, R.seq > 0, ENDED)
+        self._db.change(update.values(body=None))
 
     def fetched(self, id: str) -> None:
         self._db.change(REQUESTS.update().where(R.id == id).values(fetched=time.time()))
 
     def purge(self, fetched_s: float, created_s: float) -> int:
-        """Drop samples fetched ``fetched_s`` ago, and results made ``created_s`` ago. Returns how many."""
+        """Drop samples fetched ``fetched_s`` ago, and results of requests that came ``created_s`` ago.
+        Returns how many."""
         now = time.time()
-        old = R.created < now - created_s
-        sampled = sa.and_(R.kind == "sample", ENDED, sa.or_(R.fetched < now - fetched_s, old))
-        gone = self._db.change(REQUESTS.delete().where(sampled))
-        results = REQUESTS.update().where(ENDED, R.body.is_(None), old)
-        return gone + self._db.change(results.values(result=None))
+        is_old = R.created < now - created_s
+        is_old_sample = sa.and_(R.kind == "sample", ENDED, sa.or_(R.fetched < now - fetched_s, is_old))
+        num_deleted = self._db.change(REQUESTS.delete().where(is_old_sample))
+        results = REQUESTS.update().where(ENDED, R.body.is_(None), is_old)
+        return num_deleted + self._db.change(results.values(result=None))
 
     # ---- sessions, models, samplers, checkpoints
 
@@ -176,7 +178,7 @@ class Registry:
         return None if body is None else json.loads(body)
 
     def require(self, kind: str, id: str) -> dict[str, Any]:
-        """Like ``get``; raises NotFound if there is none."""
+        """Return the same as ``get``. Raises NotFound if there is none."""
         if (body := self.get(kind, id)) is None:
             raise NotFound(f"there is no {kind} {id!r} here; create it first")
         return body
@@ -185,8 +187,8 @@ class Registry:
         self._db.change(THINGS.delete().where(T.kind == kind, T.id == id))
 
     def all(self, kind: str, owner: str | None = None) -> list[tuple[str, float, dict[str, Any]]]:
-        """(id, seconds since 1970, body), newest first; of one owner or of all."""
-        things = sa.select(T.id, T.created, T.body).where(T.kind == kind)
-        things = things if owner is None else things.where(T.owner == owner)
-        rows = self._db.rows(things.order_by(T.created.desc(), T.id.desc()))
+        """Return (id, seconds since 1970, body), newest first, of an owner or of all."""
+        query = sa.select(T.id, T.created, T.body).where(T.kind == kind)
+        query = query if owner is None else query.where(T.owner == owner)
+        rows = self._db.rows(query.order_by(T.created.desc(), T.id.desc()))
         return [(id, created, json.loads(body)) for id, created, body in rows]

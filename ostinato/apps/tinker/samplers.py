@@ -19,7 +19,7 @@ from ostinato.model.shapes import AdapterSpec, ExpertScheme
 from ostinato.render import Renderer
 from ostinato.train.checkpoint import load_checkpoint
 
-KEPT = 16  # policies that the engine has at once
+KEPT = 16  # policies in the engine at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,7 @@ class Base:
     """The model that this server trains and samples from."""
 
     name: str  # shown to clients
-    path: str  # its folder or hub name, which a tokenizer can be loaded from
+    path: str  # its folder or hub name, from which a tokenizer can be loaded
     aliases: frozenset[str]  # the names that clients may use for it
     decoder: Decoder
     renderer: Renderer
@@ -36,25 +36,25 @@ class Base:
 
 
 def spec_of(stored: Mapping[str, object]) -> AdapterSpec:
-    """The adapter spec in the JSON of a model or a checkpoint."""
-    given = {**stored, "targets": tuple(stored["targets"])}  # type: ignore[arg-type]
-    return AdapterSpec(**{**given, "expert_scheme": ExpertScheme(given["expert_scheme"])})  # type: ignore[arg-type]
+    """Return the adapter spec in the JSON of a model or a checkpoint."""
+    fields = {**stored, "targets": tuple(stored["targets"])}  # type: ignore[arg-type]
+    return AdapterSpec(**{**fields, "expert_scheme": ExpertScheme(fields["expert_scheme"])})  # type: ignore[arg-type]
 
 
 def identity(base: Base, spec: AdapterSpec) -> dict[str, str]:
-    """The identity that a checkpoint must have to be loaded."""
+    """Return the identity that a checkpoint must have to be loaded."""
     return {"base": base_fingerprint(base.decoder), "adapter": str(spec)}
 
 
 def with_tensors(base: Base, spec: AdapterSpec, tensors: Mapping[str, Tensor]) -> Adapters:
-    """The adapters of a training checkpoint."""
+    """Return the adapters of a training checkpoint."""
     adapters = init_adapters(base.decoder.config, spec, device=base.decoder.device)
-    found = adapters.detach_copy()
+    restored = adapters.detach_copy()
     prefix = "parameters."
-    found.load_state_dict(
-        {name.removeprefix(prefix): one for name, one in tensors.items() if name.startswith(prefix)}
+    restored.load_state_dict(
+        {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
     )
-    return found
+    return restored
 
 
 class Samplers:
@@ -62,33 +62,33 @@ class Samplers:
 
     def __init__(self, thread: EngineThread, base: Base) -> None:
         self._thread, self._base = thread, base
-        self._held: OrderedDict[str, Adapters] = OrderedDict()
+        self._policies: OrderedDict[str, Adapters] = OrderedDict()
 
     async def publish(self, name: str, adapters: Adapters, version: int) -> None:
         """Serve a copy under ``name`` from now on."""
         copy = adapters.detach_copy()
         await self._thread.call(lambda engine: engine.publish(copy, version, name))
-        self._held[name] = copy
-        self._held.move_to_end(name)
-        while len(self._held) > KEPT:
-            await self.withdraw(next(iter(self._held)))
+        self._policies[name] = copy
+        self._policies.move_to_end(name)
+        while len(self._policies) > KEPT:
+            await self.withdraw(next(iter(self._policies)))
 
     async def withdraw(self, name: str) -> None:
-        """Take it out of the engine; its folder stays."""
-        if self._held.pop(name, None) is not None:
+        """Take a policy out of the engine; its folder stays."""
+        if self._policies.pop(name, None) is not None:
             await self._thread.call(lambda engine: engine.withdraw(name))
 
     async def ensure(self, name: str, folder: Path, version: int) -> Adapters:
-        """The policy in ``folder``, served as ``name``. Raises ValueError if it is incomplete."""
-        if name not in self._held:
+        """Return the policy in ``folder``, served as ``name``. Raises ValueError if it is incomplete."""
+        if name not in self._policies:
             adapters = await self._thread.call(lambda _: read_adapters(self._base, folder))
             await self.publish(name, adapters, version)
-        self._held.move_to_end(name)
-        return self._held[name]
+        self._policies.move_to_end(name)
+        return self._policies[name]
 
 
 def read_adapters(base: Base, folder: Path) -> Adapters:
-    """The adapters in a folder that was saved for sampling, or in a training checkpoint."""
+    """Read the adapters of a folder that was saved for sampling, or of a training checkpoint."""
     if not any(folder.glob("step-*")):
         return load_peft(folder, base.decoder)
     spec = spec_of(json.loads((folder / "spec.json").read_text()))

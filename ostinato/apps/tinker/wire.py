@@ -1,5 +1,5 @@
 """Tinker's messages (SDK 0.38): training requests and the results of training and sampling are protobuf,
-whose generated code ships with the SDK; all else is JSON. Invalid messages raise a UserError."""
+whose generated code ships with the SDK; all other messages are JSON. Invalid messages raise a UserError."""
 
 from __future__ import annotations
 
@@ -32,41 +32,41 @@ class Body(BaseModel):
 
 
 B = TypeVar("B", bound=Body)
-Seq = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # as SQLite has them
+Seq = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # the integers of SQLite
 Seconds = Annotated[int, Field(ge=0, le=100 * 365 * 24 * 3600)]  # until a checkpoint expires
 
 
 def parse_body(form: type[B], body: bytes) -> B:
-    """The validated body. Raises UserError, which names the first invalid field."""
+    """Return the validated body. Raises UserError, which names the first invalid field."""
     try:
         return form.model_validate_json(body or b"{}")
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the body"
-        raise UserError(f"{where}: {first['msg']}") from error
+        first_error = error.errors()[0]
+        field_name = ".".join(map(str, first_error["loc"])) or "the body"
+        raise UserError(f"{field_name}: {first_error['msg']}") from error
 
 
 def unpack_body(body: bytes, encoding: str) -> bytes:
-    """The body with its ``Content-Encoding`` decoded."""
+    """Return the body with its ``Content-Encoding`` decoded."""
     if encoding in ("", "identity"):
         return body
     if encoding != "zstd":
         raise UserError(f"the body has the encoding {encoding!r}; send zstd or none")
     try:
         with zstandard.ZstdDecompressor().stream_reader(io.BytesIO(body)) as reader:
-            found = reader.read(MOST_BYTES + 1)
+            data = reader.read(MOST_BYTES + 1)
     except zstandard.ZstdError as error:
         raise UserError(f"the body is no zstd: {error}") from error
-    if len(found) > MOST_BYTES:
+    if len(data) > MOST_BYTES:
         raise UserError(f"the body has more than {MOST_BYTES} bytes; send fewer datums at once")
-    return found
+    return data
 
 
 # ---- training
 
 
 def training_request(body: bytes) -> Any:
-    """The message of a forward_backward. Raises UserError for bytes that are not one."""
+    """Return the message of a forward_backward. Raises UserError for bytes of another kind."""
     try:
         return pb.ForwardBackwardRequest.FromString(body)
     except DecodeError as error:
@@ -74,15 +74,15 @@ def training_request(body: bytes) -> Any:
 
 
 def loss_of(message: Any) -> TokenLoss:
-    given = {
+    config = {
         key: value.text if value.WhichOneof("value") == "text" else value.number
         for key, value in message.loss_fn_config_v2.items()
     } or dict(message.loss_fn_config)
-    return token_loss(message.loss_fn, given)
+    return token_loss(message.loss_fn, config)
 
 
 def rows_of(message: Any) -> list[Row]:
-    """The rows to train on. Raises UserError, which names the first invalid datum."""
+    """Return the rows to train on. Raises UserError, which names the first invalid datum."""
     if not message.data:
         raise UserError("the request has no data; send at least one datum")
     tensors = (tensor for datum in message.data for tensor in datum.loss_fn_inputs.values())
@@ -91,38 +91,38 @@ def rows_of(message: Any) -> list[Row]:
     rows = []
     for index, datum in enumerate(message.data):
         try:
-            rows.append(_row(datum))
+            rows.append(_make_row(datum))
         except ValueError as error:
             raise UserError(f"datum {index} {error}") from error
     return rows
 
 
-def _row(datum: Any) -> Row:
-    given = {name: _tensor(tensor, name) for name, tensor in datum.loss_fn_inputs.items()}
-    if (targets := given.pop("target_tokens", None)) is None:
+def _make_row(datum: Any) -> Row:
+    arrays = {name: _read_tensor(tensor, name) for name, tensor in datum.loss_fn_inputs.items()}
+    if (targets := arrays.pop("target_tokens", None)) is None:
         raise UserError("has no target_tokens")
-    values = {name: array.astype(np.float32) for name, array in given.items()}
-    return Row(tokens=_tokens(datum.model_input), targets=targets.astype(np.int64), values=values)
+    values = {name: array.astype(np.float32) for name, array in arrays.items()}
+    return Row(tokens=_read_tokens(datum.model_input), targets=targets.astype(np.int64), values=values)
 
 
-def _tokens(chunks: Sequence[Any]) -> np.ndarray:
-    """[N] int32 of encoded text."""
+def _read_tokens(chunks: Sequence[Any]) -> np.ndarray:
+    """Return the tokens [N] int32 of encoded text."""
     parts = []
     for chunk in chunks:
         if (kind := chunk.WhichOneof("chunk")) != "encoded_text":
             raise UserError(f"has a chunk of kind {kind}; this server takes text alone")
-        parts.append(_array(chunk.encoded_text.tokens, np.int32))
+        parts.append(_read_array(chunk.encoded_text.tokens, np.int32))
     return np.concatenate([np.zeros(0, np.int32), *parts])
 
 
-def _array(data: bytes, dtype: Any) -> np.ndarray:
+def _read_array(data: bytes, dtype: Any) -> np.ndarray:
     if len(data) % np.dtype(dtype).itemsize:
         raise UserError(f"has {len(data)} bytes where {np.dtype(dtype).name} is meant")
     return np.frombuffer(data, dtype)
 
 
-def _tensor(tensor: Any, name: str) -> np.ndarray:
-    """The tensor as a dense array; unlisted entries of a sparse one are 0."""
+def _read_tensor(tensor: Any, name: str) -> np.ndarray:
+    """Return the tensor as a dense array; unlisted entries of a sparse tensor are 0."""
     if tensor.dtype not in DTYPES:
         raise UserError(f"has {name} of an unknown dtype; use float32 or int64")
     dtype, shape = DTYPES[tensor.dtype], tuple(tensor.shape)
@@ -130,8 +130,8 @@ def _tensor(tensor: Any, name: str) -> np.ndarray:
         raise UserError(f"has {name} of the shape {list(shape)}; sizes count from 0")
     if tensor.WhichOneof("encoding") == "sparse_csr":
         sparse = tensor.sparse_csr
-        rows, columns = _array(sparse.crow_indices, np.int64), _array(sparse.col_indices, np.int64)
-        values = _array(sparse.values, dtype)
+        rows, columns = _read_array(sparse.crow_indices, np.int64), _read_array(sparse.col_indices, np.int64)
+        values = _read_array(sparse.values, dtype)
         if (
             len(shape) != 2
             or len(rows) != shape[0] + 1
@@ -144,29 +144,29 @@ def _tensor(tensor: Any, name: str) -> np.ndarray:
         dense = np.zeros(shape, dtype)
         dense[np.repeat(np.arange(shape[0]), np.diff(rows)), columns] = values
         return dense
-    flat = _array(tensor.dense, dtype)
+    flat = _read_array(tensor.dense, dtype)
     if shape and math.prod(shape) != len(flat):
         raise UserError(f"has {name} with {len(flat)} entries for the shape {list(shape)}")
     return flat.reshape(shape or (-1,))
 
 
 def training_result(scored: Scored) -> Result:
-    """Log-probabilities as one ragged tensor for each width of the targets."""
+    """Return log-probabilities as ragged tensors, one for each width of the targets."""
     message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
     message.metrics["loss:sum"] = scored.loss
-    arrays, first = scored.logprobs, 0
-    while first < len(arrays):  # neighbours of one width share a record
-        trailing, last = arrays[first].shape[1:], first
-        while last < len(arrays) and arrays[last].shape[1:] == trailing:
-            last += 1
-        some = arrays[first:last]
-        record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(some))
+    arrays, start = scored.logprobs, 0
+    while start < len(arrays):  # neighbours of the same width share a record
+        trailing, end = arrays[start].shape[1:], start
+        while end < len(arrays) and arrays[end].shape[1:] == trailing:
+            end += 1
+        group = arrays[start:end]
+        record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(group))
         field = record.fields["logprobs"]
-        field.data = b"".join(np.ascontiguousarray(one, np.float32).tobytes() for one in some)
-        field.offsets = np.cumsum([0, *(4 * one.size for one in some)], dtype=np.int64).tobytes()
+        field.data = b"".join(np.ascontiguousarray(array, np.float32).tobytes() for array in group)
+        field.offsets = np.cumsum([0, *(4 * array.size for array in group)], dtype=np.int64).tobytes()
         field.dtype = pb.DTYPE_FLOAT32
         field.trailing_shape.extend(trailing)
-        first = last
+        start = end
     return Result(message.SerializeToString(), PROTO)
 
 
@@ -213,28 +213,31 @@ class SampleBody(Body):
     prompt_logprobs_last_n: int | None = None
 
     def tokens(self) -> np.ndarray:
-        """[P] int32."""
-        if odd := next((chunk.type for chunk in self.prompt.chunks if chunk.type != "encoded_text"), None):
-            raise UserError(f"the prompt has a chunk of kind {odd}; this server takes text alone")
-        found = [token for chunk in self.prompt.chunks for token in chunk.tokens]
-        if not found:
+        """Return the prompt's tokens [P] int32. Raises UserError for other chunks than text."""
+        if kind := next((chunk.type for chunk in self.prompt.chunks if chunk.type != "encoded_text"), None):
+            raise UserError(f"the prompt has a chunk of kind {kind}; this server takes text alone")
+        ids = [token for chunk in self.prompt.chunks for token in chunk.tokens]
+        if not ids:
             raise UserError("the prompt has no tokens; give at least one")
-        return np.array(found, np.int64).clip(-1, 2**31 - 1).astype(np.int32)
+        return np.array(ids, np.int64).clip(-1, 2**31 - 1).astype(np.int32)
 
     def sampling(self, eos: Sequence[int], room: int) -> Sampling:
-        """``stop`` as tokens replaces the model's stop tokens; strings are added to them; [] means none."""
-        given, stop = self.sampling_params, self.sampling_params.stop
-        strings = [stop] if isinstance(stop, str) else [one for one in stop or [] if isinstance(one, str)]
-        tokens = [one for one in stop or [] if isinstance(one, int)]
-        most = room if given.max_tokens is None else given.max_tokens
-        if most > room:
-            raise UserError(f"max_tokens is {most} and the context leaves {room}; lower it or cut the prompt")
+        """Return the sampling settings. ``stop`` as tokens replaces the model's stop tokens; strings are
+        added to them; [] means none. Raises UserError for settings that are invalid or exceed ``room``."""
+        params, stop = self.sampling_params, self.sampling_params.stop
+        strings = [stop] if isinstance(stop, str) else [item for item in stop or [] if isinstance(item, str)]
+        tokens = [item for item in stop or [] if isinstance(item, int)]
+        max_tokens = room if params.max_tokens is None else params.max_tokens
+        if max_tokens > room:
+            raise UserError(
+                f"max_tokens is {max_tokens} and the context leaves {room}; lower it or cut the prompt"
+            )
         try:
             return Sampling(
-                temperature=given.temperature,
-                top_k=max(0, given.top_k),
-                top_p=given.top_p,
-                max_tokens=most,
+                temperature=params.temperature,
+                top_k=max(0, params.top_k),
+                top_p=params.top_p,
+                max_tokens=max_tokens,
                 stop_tokens=tuple(tokens) if tokens or stop == [] else tuple(eos),
                 stop_strings=tuple(strings),
             )
@@ -257,7 +260,8 @@ def sampling_result(
     scores: PromptScores | None,
     last: int,
 ) -> Result:
-    """``tops``: the emitted events with top tokens, by answer; ``last``: how many prompt tokens to score."""
+    """Return the response. ``tops``: the emitted events with top tokens, by answer; ``last``: how many prompt
+    tokens to score."""
     message = pb.SampleResponse(prompt_cache_hit_tokens=max(answer.cached_tokens for answer in answers))
     for answer, emitted in zip(answers, tops, strict=True):
         is_cut = answer.stop in (Stop.LENGTH, Stop.ABORT)
@@ -267,26 +271,26 @@ def sampling_result(
             logprobs=answer.logprobs.astype(np.float32).tobytes(),
         )
         if top:
-            rows = [pair for one in emitted for pair in one.top][: len(answer.tokens)]
-            _fill(sequence.topk_sampled_logprobs, [ids for ids, _ in rows], [p for _, p in rows], top)
+            rows = [pair for event in emitted for pair in event.top][: len(answer.tokens)]
+            _fill_top(sequence.topk_sampled_logprobs, [ids for ids, _ in rows], [p for _, p in rows], top)
     if scores is not None:
-        skipped = len(scores.logprobs) - last
+        num_skipped = len(scores.logprobs) - last
         line = np.concatenate([[np.nan], scores.logprobs]).astype(np.float32)
-        line[: skipped + 1] = np.nan
+        line[: num_skipped + 1] = np.nan
         message.prompt_logprobs = line.tobytes()
         if scores.top is not None:
             ids, logprobs = scores.top
-            none = [np.zeros(0)] * (skipped + 1)
-            rows = [*none, *ids[skipped:]], [*none, *logprobs[skipped:]]
-            _fill(message.topk_prompt_logprobs, *rows, ids.shape[1])
+            empty_rows = [np.zeros(0)] * (num_skipped + 1)
+            rows = [*empty_rows, *ids[num_skipped:]], [*empty_rows, *logprobs[num_skipped:]]
+            _fill_top(message.topk_prompt_logprobs, *rows, ids.shape[1])
     return Result(message.SerializeToString(), PROTO)
 
 
-def _fill(message: Any, ids: Sequence[np.ndarray], logprobs: Sequence[np.ndarray], k: int) -> None:
+def _fill_top(message: Any, ids: Sequence[np.ndarray], logprobs: Sequence[np.ndarray], k: int) -> None:
     """Fill ``message`` with rows of at most k entries, padded to a matrix [rows, k]."""
     tokens, values = np.zeros((len(ids), k), np.int32), np.full((len(ids), k), NOTHING, np.float32)
-    for row, (some, theirs) in enumerate(zip(ids, logprobs, strict=True)):
-        tokens[row, : len(some)], values[row, : len(theirs)] = some[:k], theirs[:k]
+    for row, (row_ids, row_logprobs) in enumerate(zip(ids, logprobs, strict=True)):
+        tokens[row, : len(row_ids)], values[row, : len(row_logprobs)] = row_ids[:k], row_logprobs[:k]
     message.token_ids, message.logprobs = tokens.tobytes(), values.tobytes()
     message.k, message.length = k, len(ids)
 

@@ -45,7 +45,7 @@ from ostinato.types import Completion, Emitted, Request, Stop
 SAMPLER, CHECKPOINT = "sampler", "checkpoint"
 KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-LIMIT_S = 7 * 24 * 3600.0  # of a sample; a client that gives up cancels it earlier
+LIMIT_S = 7 * 24 * 3600.0  # of a sample; a client that gives up cancels earlier
 TOP = 64  # top tokens per position, at most
 
 
@@ -70,7 +70,7 @@ class Work:
         self.base, self._thread, self._registry, self._folder = base, thread, registry, folder
         self.models = Models(thread, base, registry, folder, self.folder_of, start)
         self.samplers = Samplers(thread, base)
-        self._kinds: dict[str, Callable[[Stored], Awaitable[Result]]] = {
+        self._handlers: dict[str, Callable[[Stored], Awaitable[Result]]] = {
             "create_model": self._create,
             "load_weights": self._load,
             "forward_backward": self._train,
@@ -83,7 +83,7 @@ class Work:
 
     async def run(self, stored: Stored) -> Result:
         """Run a request. Raises ValueError for an error of the client, with a sentence for it."""
-        return await self._kinds[stored.kind](stored)
+        return await self._handlers[stored.kind](stored)
 
     # ---- models
 
@@ -97,8 +97,8 @@ class Work:
         return Result.of({"path": path, "model_id": stored.owner, "type": "load_weights"})
 
     async def _train(self, stored: Stored) -> Result:
-        found = await self.models.train(stored)
-        return training_result(found) if isinstance(found, Scored) else Result.of({"metrics": found})
+        result = await self.models.train(stored)
+        return training_result(result) if isinstance(result, Scored) else Result.of({"metrics": result})
 
     # ---- checkpoints: tinker://model/kind/name
 
@@ -125,16 +125,25 @@ class Work:
         model = await self.models.get(stored.owner)
         kind = {"type": "save_weights_for_sampler"}
         if body.path is not None:
-            path = await self._write(stored, body, "sampler_weights", self._peft(model.trained.adapters))
+            path = await self._write(
+                stored, body, "sampler_weights", self._make_peft_writer(model.trained.adapters)
+            )
             return Result.of({"path": path, **kind})
         session = self._registry.require(MODEL, stored.owner)["session"]
         id = f"{session}:sample:{body.sampling_session_seq_id}"
-        shared = body.kind == "inflight"
-        policy = f"{stored.owner}:inflight" if shared else id
+        is_shared = body.kind == "inflight"
+        policy = f"{stored.owner}:inflight" if is_shared else id
         folder = self._folder / "samplers" / slug(policy)
-        await self._thread.call(lambda _: _replace_folder(folder, self._peft(model.trained.adapters)))
+        await self._thread.call(
+            lambda _: _replace_folder(folder, self._make_peft_writer(model.trained.adapters))
+        )
         await self.samplers.publish(policy, model.trained.adapters, model.trained.steps)
-        document = {"policy": policy, "folder": self._name(folder), "path": None, "model": stored.owner}
+        document = {
+            "policy": policy,
+            "folder": self._to_relative(folder),
+            "path": None,
+            "model": stored.owner,
+        }
         document["steps"] = model.trained.steps
         self._registry.put(SAMPLER, id, document, owner=session)
         return Result.of({"sampling_session_id": id, **kind})
@@ -144,23 +153,25 @@ class Work:
         if body.age_encryption_recipients:
             raise UserError("age_encryption_recipients are not supported; files are on your own disk")
         model = await self.models.get(stored.owner)
-        path = await self._write(stored, body, "external_weights", self._peft(model.trained.adapters))
+        path = await self._write(
+            stored, body, "external_weights", self._make_peft_writer(model.trained.adapters)
+        )
         size = self._registry.require(CHECKPOINT, path)["size"]
         return Result.of({"path": path, "size_bytes": size, "type": "save_weights_external"})
 
-    def _peft(self, adapters: Adapters) -> Callable[[Path], None]:
+    def _make_peft_writer(self, adapters: Adapters) -> Callable[[Path], None]:
         return lambda folder: save_peft(adapters, self.base.decoder, folder, base_name=self.base.path)
 
     async def _write(self, stored: Stored, body: SaveBody, kind: str, write: Callable[[Path], None]) -> str:
-        """Write a checkpoint to disk and to the registry. Returns its path."""
+        """Write a checkpoint to disk and to the registry, and return its path."""
         name = body.path or f"{stored.seq:06d}"
         if not NAME.fullmatch(name):
             raise UserError(f"the name {name!r} is not one: letters, digits, '.', '_' and '-', at most 128")
         path = f"tinker://{stored.owner}/{kind}/{name}"
-        before = self._registry.get(CHECKPOINT, path)
-        if before is not None and before["request"] == stored.id:  # written by a process that was killed then
+        earlier = self._registry.get(CHECKPOINT, path)
+        if earlier is not None and earlier["request"] == stored.id:  # a killed process has written it
             return path
-        if before is not None and not body.overwrite:
+        if earlier is not None and not body.overwrite:
             raise UserError(f"{path} exists; choose another name, or overwrite=True where that is offered")
         folder = self._folder / "checkpoints" / slug(stored.owner) / kind / name
         await self._thread.call(lambda _: _replace_folder(folder, write))
@@ -168,7 +179,7 @@ class Work:
             "request": stored.id,
             "model": stored.owner,
             "kind": KINDS[kind],
-            "folder": self._name(folder),
+            "folder": self._to_relative(folder),
             "size": sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()),
             "expires": None if body.ttl_seconds is None else time.time() + body.ttl_seconds,
             "user_metadata": body.user_metadata,
@@ -177,7 +188,7 @@ class Work:
         return path
 
     def folder_of(self, path: str) -> Path:
-        """The folder of a checkpoint. Raises UserError if it does not exist (any more)."""
+        """Return the folder of a checkpoint. Raises UserError if it does not exist (any more)."""
         if not path.startswith("tinker://"):
             raise UserError(f"{path!r} is no checkpoint; use tinker://model/weights/name")
         document = self._registry.get(CHECKPOINT, path)
@@ -187,22 +198,22 @@ class Work:
             )
         return self._folder / document["folder"]
 
-    def _name(self, folder: Path) -> str:
-        """A folder as the registry has it: within that of the state, which may be moved."""
+    def _to_relative(self, folder: Path) -> str:
+        """Return a folder relative to that of the state, which may be moved, for the registry."""
         return str(folder.relative_to(self._folder))
 
     def copy(self, path: str, run: str, expires: float | None) -> str:
         """Copy a checkpoint to another run. Returns its path; a repeated request gets the same copy."""
         source = self.folder_of(path)
         kind, name = path.split("/")[3:]
-        copied = f"tinker://{run}/{kind}/{name}"
-        if self._registry.get(CHECKPOINT, copied) is None:
+        copy_path = f"tinker://{run}/{kind}/{name}"
+        if self._registry.get(CHECKPOINT, copy_path) is None:
             folder = self._folder / "checkpoints" / slug(run) / kind / name
             _replace_folder(folder, lambda temporary: shutil.copytree(source, temporary, dirs_exist_ok=True))
             document = self._registry.require(CHECKPOINT, path)
-            changed = {"folder": self._name(folder), "request": "", "expires": expires}
-            self._registry.put(CHECKPOINT, copied, {**document, **changed}, owner=run)
-        return copied
+            updates = {"folder": self._to_relative(folder), "request": "", "expires": expires}
+            self._registry.put(CHECKPOINT, copy_path, {**document, **updates}, owner=run)
+        return copy_path
 
     def delete(self, path: str) -> None:
         """Delete a checkpoint. Raises UserError if there is none."""
@@ -214,15 +225,15 @@ class Work:
 
     def new_sampler(self, id: str, session: str, path: str | None) -> None:
         """Register a sampling session on a checkpoint, or on the base model (None)."""
-        folder = None if path is None else self._name(self.folder_of(path))
+        folder = None if path is None else self._to_relative(self.folder_of(path))
         self._registry.put(
             SAMPLER, id, {"policy": path or "", "folder": folder, "path": path, "steps": 0}, owner=session
         )
 
     async def _sample(self, stored: Stored) -> Result:
-        """Answer k has the seed (seed, k); without a seed, one is derived from the request's id."""
+        """Sample answers. Answer k has the seed (seed, k); the default seed comes from the request's id."""
         body = parse_body(SampleBody, stored.body or b"")
-        document, adapters = await self._policy(body)
+        document, adapters = await self._resolve_policy(body)
         tokens = body.tokens()
         if not 1 <= body.num_samples <= 1024:
             raise UserError(f"num_samples is {body.num_samples}; use 1 to 1024")
@@ -246,9 +257,9 @@ class Work:
             )
             for k in range(body.num_samples)
         ]
-        answers, tops = await self._answers(requests)
-        trained = document.get("model") or document["policy"].removeprefix("tinker://").partition("/")[0]
-        self.models.sampled(trained, sum(len(answer.tokens) for answer in answers))
+        answers, tops = await self._collect_answers(requests)
+        model_id = document.get("model") or document["policy"].removeprefix("tinker://").partition("/")[0]
+        self.models.sampled(model_id, sum(len(answer.tokens) for answer in answers))
         scores = None
         if body.prompt_logprobs or body.topk_prompt_logprobs:
             top, base = body.topk_prompt_logprobs, self.base
@@ -256,13 +267,13 @@ class Work:
                 lambda _: prompt_scores(base.decoder, adapters, tokens, top, base.ops)
             )
             scores = PromptScores(logprobs=logprobs, top=best)
-        last = body.prompt_logprobs_last_n
-        if last is not None and not 1 <= last <= max(1, len(tokens) - 1):
-            raise UserError(f"prompt_logprobs_last_n is {last}; use 1 to {len(tokens) - 1}")
-        last = len(tokens) - 1 if last is None else min(last, len(tokens) - 1)
-        return sampling_result(answers, tops, body.topk_sample_logprobs, scores, last)
+        num_scored = body.prompt_logprobs_last_n
+        if num_scored is not None and not 1 <= num_scored <= max(1, len(tokens) - 1):
+            raise UserError(f"prompt_logprobs_last_n is {num_scored}; use 1 to {len(tokens) - 1}")
+        num_scored = len(tokens) - 1 if num_scored is None else min(num_scored, len(tokens) - 1)
+        return sampling_result(answers, tops, body.topk_sample_logprobs, scores, num_scored)
 
-    async def _answers(self, requests: list[Request]) -> tuple[list[Completion], list[list[Emitted]]]:
+    async def _collect_answers(self, requests: list[Request]) -> tuple[list[Completion], list[list[Emitted]]]:
         answers: dict[int, Completion] = {}
         tops: list[list[Emitted]] = [[] for _ in requests]
         async with aclosing(self._thread.generate(requests, LIMIT_S)) as events:
@@ -276,12 +287,12 @@ class Work:
                     answers[index] = event
         return [answers[index] for index in range(len(requests))], tops
 
-    async def _policy(self, body: SampleBody) -> tuple[dict[str, Any], Adapters | None]:
-        """(document of the policy that a request samples from, its adapters; None for the base model)."""
+    async def _resolve_policy(self, body: SampleBody) -> tuple[dict[str, Any], Adapters | None]:
+        """Return (the document of the policy to sample from, its adapters or None for the base model)."""
         if body.sampling_session_id is not None:
             document = self._registry.require(SAMPLER, body.sampling_session_id)
         elif body.model_path is not None:
-            folder = self._name(self.folder_of(body.model_path))
+            folder = self._to_relative(self.folder_of(body.model_path))
             document = {"policy": body.model_path, "folder": folder, "steps": 0}
         else:
             self.models.check_base(body.base_model or "")
@@ -292,7 +303,7 @@ class Work:
         return document, await self.samplers.ensure(document["policy"], folder, document["steps"])
 
     async def finish_session(self, session: str) -> None:
-        """Free what an ended session held: the memory of its models, and samplers without a path."""
+        """Free the memory of an ended session's models, and delete its samplers without a path."""
         for id, _, _ in self._registry.all(MODEL, session):
             await self.models.release(id)
         for id, _, document in self._registry.all(SAMPLER, session):
@@ -304,7 +315,7 @@ class Work:
 
 
 def _replace_folder(folder: Path, write: Callable[[Path], object]) -> None:
-    """Write a folder atomically, replacing one of the same name."""
+    """Write a folder atomically, replacing a folder of the same name."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with atomic_folder(folder) as temporary:
         write(temporary)
@@ -312,7 +323,7 @@ def _replace_folder(folder: Path, write: Callable[[Path], object]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workshop:
-    """What an application of ``serve.tinker`` is made of."""
+    """The parts of an application of ``serve.tinker``."""
 
     work: Work
     registry: Registry
@@ -320,12 +331,13 @@ class Workshop:
 
 @contextlib.contextmanager
 def open_work(target: str, overrides: tuple[str, ...], state: Path, name: str = "") -> Iterator[Workshop]:
-    """The work of a model, a recipe or a run's base; what clients make is kept in ``state``. ``name`` is what
-    clients call the base; "": its folder or hub name, which they may always use.
+    """Open the work of a model, a recipe or a run's base; models and checkpoints of clients are kept in
+    ``state``. ``name`` is the clients' name for the base; "": its folder or hub name, which they may always
+    use.
 
     Raises ValueError for a target that cannot be trained, and for a folder that another process uses.
     """
-    loaded: list[tuple[Policy, LocalEngine]] = []
+    loads: list[tuple[Policy, LocalEngine]] = []
 
     def make() -> LocalEngine:
         policy = load_policy(target, *overrides)
@@ -334,7 +346,7 @@ def open_work(target: str, overrides: tuple[str, ...], state: Path, name: str = 
             raise ValueError(
                 'model.backend is "transformers", and the Tinker API needs our own decoder: "native"'
             )
-        loaded.append((policy, engine))
+        loads.append((policy, engine))
         return engine
 
     state.mkdir(parents=True, exist_ok=True)
@@ -343,19 +355,21 @@ def open_work(target: str, overrides: tuple[str, ...], state: Path, name: str = 
         contextlib.closing(Registry(state / "registry.sqlite")) as registry,
         contextlib.closing(EngineThread(make)) as thread,
     ):
-        ((policy, engine),) = loaded
-        work = Work(thread, _base(target, policy, engine, name), registry, state, record_start)
+        ((policy, engine),) = loads
+        work = Work(thread, _make_base(target, policy, engine, name), registry, state, record_start)
         yield Workshop(work=work, registry=registry)
 
 
-def _base(target: str, policy: Policy, engine: LocalEngine, name: str) -> Base:
+def _make_base(target: str, policy: Policy, engine: LocalEngine, name: str) -> Base:
     path = policy.recipe.model.path
     folder = policy.folder.resolve()
-    place = path if is_hub_name(path) else str(folder)
+    source = path if is_hub_name(path) else str(folder)
     return Base(
-        name=name or place,
-        path=place,
-        aliases=frozenset({name or place, place, path, target, str(policy.folder), str(folder), folder.name}),
+        name=name or source,
+        path=source,
+        aliases=frozenset(
+            {name or source, source, path, target, str(policy.folder), str(folder), folder.name}
+        ),
         decoder=engine.decoder,
         renderer=policy.renderer,
         ops=training_ops(policy.recipe, policy.decoder),

@@ -201,7 +201,7 @@ def test_polls_end_when_the_server_does(tmp_path: Path) -> None:
     async def script(futures: Futures, registry: Registry, ran: list[str]) -> None:
         futures.submit("m:0", "m", 0, "optim_step", b"long")
         poll = asyncio.create_task(futures.result("m:0", 600))
-        while not ran or not futures._ended:
+        while not ran or not futures._end_events:
             await asyncio.sleep(0)
         futures.end_waits()
         for waiting in (await poll, await futures.result("m:0", 600)):
