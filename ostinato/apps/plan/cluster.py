@@ -1,4 +1,4 @@
-"""Clusters by name, how fast groups of their devices talk, and which share of a peak programs reach."""
+"""Clusters by name, the bandwidth of groups of their devices, and the shares of peaks that programs reach."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Cluster:
     nodes: int
     per_node: int
     host_memory: float  # bytes of one node
-    usable_host: float = 0.85  # of it: the rest is the system's, page cache, data loaders
+    usable_host: float = 0.85  # share of it; the system, page cache and data loaders take the rest
 
     @property
     def num_gpus(self) -> int:
@@ -30,9 +30,9 @@ class Cluster:
 
 
 def parse_cluster(text: str) -> Cluster:
-    """ "64xH800-80" (nodes of 8, or a single one of fewer) or "4x8xH100-80" (nodes x devices in each).
+    """Parse "64xH800-80" (nodes of 8, or a single smaller node) or "4x8xH100-80" (nodes x devices in each).
 
-    Raises ValueError for a device that is not known and for numbers that make no whole nodes.
+    Raises ValueError for an unknown device and for a number of devices that makes no whole nodes.
     """
     parts = re.fullmatch(r"(?:(\d+)x)?(\d+)x([A-Za-z0-9][\w-]*)", text.strip())
     if parts is None:
@@ -56,38 +56,42 @@ def parse_cluster(text: str) -> Cluster:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ring:
-    """``ranks`` devices, every ``stride``-th one: a group of a layout on its cluster. Ranks fill node by
-    node."""
+    """A group of a layout on its cluster: ``ranks`` devices, every ``stride``-th. Ranks fill node by node."""
 
     ranks: int
     stride: int
 
     def per_node(self, cluster: Cluster) -> int:
-        """How many of them share a node."""
+        """Return how many of the devices share a node."""
         return max(1, min(self.ranks, cluster.per_node // self.stride))
 
     def bandwidth(self, cluster: Cluster) -> float:
-        """Bytes/s that one device sends in a ring, all groups at once. Between nodes a ring is laid through
-        every network port that its members have, so it is as fast as all of them together (NCCL)."""
-        here = self.per_node(cluster)
-        return cluster.gpu.link if here == self.ranks else min(cluster.gpu.link, here * cluster.gpu.nic)
+        """Return the bytes/s that a device sends in a ring while all groups send. Between nodes a ring uses
+        every network port of its members, so it is as fast as all of them together (NCCL)."""
+        num_local = self.per_node(cluster)
+        return (
+            cluster.gpu.link
+            if num_local == self.ranks
+            else min(cluster.gpu.link, num_local * cluster.gpu.nic)
+        )
 
     def exchange_seconds(self, cluster: Cluster, sent: float) -> float:
-        """Of an all-to-all in which every device sends ``sent`` bytes to the others, alike to each: its own
-        port carries what leaves the node, while the links carry the rest."""
+        """Return the seconds of an all-to-all in which every device sends ``sent`` bytes, the same number to
+        each other device. The device's port carries the bytes that leave the node, while the links carry the
+        rest."""
         if self.ranks == 1:
             return 0.0
-        away = sent * (self.ranks - self.per_node(cluster)) / (self.ranks - 1)
-        return max(away / cluster.gpu.nic, (sent - away) / cluster.gpu.link)
+        remote_bytes = sent * (self.ranks - self.per_node(cluster)) / (self.ranks - 1)
+        return max(remote_bytes / cluster.gpu.nic, (sent - remote_bytes) / cluster.gpu.link)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Efficiency:
-    """Shares of peaks that real programs reach, and seconds that pass whatever the size. Assumptions, until a
-    run has been measured (``plan.fit``); of H100-class devices, large products in bf16."""
+    """Shares of peaks that real programs reach, and seconds that do not depend on size. They are assumptions
+    for H100-class devices and large products in bf16, until a run has been measured (``plan.fit``)."""
 
     products: float = 0.55  # of peak FLOP/s: dense products of thousands of rows
-    grouped: float = 0.40  # the same of grouped products, one group per expert
+    grouped: float = 0.40  # the same for grouped products, a group per expert
     attention: float = 0.40
     memory: float = 0.75  # of memory bandwidth
     links: float = 0.75  # of NVLink or PCIe between devices
@@ -95,10 +99,10 @@ class Efficiency:
     exchange: float = 0.55  # of either, in an all-to-all of uneven parts
     pcie: float = 0.75
     latency: float = 12e-6  # of a collective within a node
-    far_latency: float = 30e-6  # of one that leaves it
-    layer: float = 250e-6  # least seconds of a layer's forward: its kernels have to be launched
+    far_latency: float = 30e-6  # of a collective that leaves the node
+    layer: float = 250e-6  # the least seconds of a layer's forward, to launch its kernels
     captured: float = 30e-6  # the same in a captured graph, as samplers decode
-    ahead: bool = True  # kernels are launched while others run: only what is shorter than its launch waits
+    ahead: bool = True  # kernels are launched while others run, so only shorter kernels wait for a launch
     sweeps: float = 14.0  # times that a layer's elementwise work reads or writes its rows, forward
 
 
@@ -112,33 +116,34 @@ class Wires:
 
     def ring(self, axis: str) -> Ring:
         """The devices of an axis; ranks fill nodes in the order of ``Layout``: t fastest, p slowest."""
-        one = self.layout
+        layout = self.layout
         ranks, stride = {
-            "t": (one.tensor, 1),
-            "c": (one.context, one.tensor),
-            "dc": (one.data * one.context, one.tensor),
-            "dcf": (one.data // one.shard * one.context, one.tensor),
-            "f": (one.shard, one.row_shards),
-            "s": (one.stage_ranks, 1),
-            "e": (one.expert, one.tensor if one.expert_tensor > 1 else 1),
-            "r": (one.expert_replicas, one.expert * one.expert_tensor),
-            "p": (one.pipeline, one.stage_ranks),
-            "all": (one.world, 1),
+            "t": (layout.tensor, 1),
+            "c": (layout.context, layout.tensor),
+            "dc": (layout.data * layout.context, layout.tensor),
+            "dcf": (layout.data // layout.shard * layout.context, layout.tensor),
+            "f": (layout.shard, layout.row_shards),
+            "s": (layout.stage_ranks, 1),
+            "e": (layout.expert, layout.tensor if layout.expert_tensor > 1 else 1),
+            "r": (layout.expert_replicas, layout.expert * layout.expert_tensor),
+            "p": (layout.pipeline, layout.stage_ranks),
+            "all": (layout.world, 1),
         }[axis]
         return Ring(ranks=ranks, stride=stride)
 
     def seconds(self, traffic: Traffic, axes: str = "") -> float:
-        """Of collectives one after the other; ``axes``: of these alone."""
-        chosen = (key for key in traffic if not axes or key[1] in axes.split())
-        return sum(self._seconds(*key, *traffic[key]) for key in chosen)
+        """Return the seconds of collectives one after the other; ``axes``: only those over these axes."""
+        keys = (key for key in traffic if not axes or key[1] in axes.split())
+        return sum(self._price_calls(*key, *traffic[key]) for key in keys)
 
-    def _seconds(self, operation: str, axis: str, calls: float, sent: float) -> float:
-        """Seconds are linear in bytes, so those of calls of many sizes follow from their sums."""
+    def _price_calls(self, operation: str, axis: str, calls: float, sent: float) -> float:
+        """Return the seconds of ``calls`` that send ``sent`` bytes together. Seconds are linear in bytes, so
+        sums over calls of many sizes suffice."""
         ring, cluster, e = self.ring(axis), self.cluster, self.efficiency
-        near = ring.per_node(cluster) == ring.ranks
-        latency = calls * (e.latency if near else e.far_latency)
+        is_local = ring.per_node(cluster) == ring.ranks
+        latency = calls * (e.latency if is_local else e.far_latency)
         if operation == "all_to_all":
             return latency + ring.exchange_seconds(cluster, sent) / e.exchange
         if operation == "send_recv":  # to the neighbour, in the same node or not
-            return latency + sent / ((cluster.gpu.link if near else cluster.gpu.nic) * e.network)
-        return latency + sent / (ring.bandwidth(cluster) * (e.links if near else e.network))
+            return latency + sent / ((cluster.gpu.link if is_local else cluster.gpu.nic) * e.network)
+        return latency + sent / (ring.bandwidth(cluster) * (e.links if is_local else e.network))

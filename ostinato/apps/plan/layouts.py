@@ -1,14 +1,14 @@
-"""Which layouts there are to choose from, and what engines make of those of sampling.
+"""The layouts to choose from, and how engines run the layouts of sampling.
 
     vllm    tensor ranks, and data ranks that are replicas. Experts are cut by width over t (e1), or spread
             over all ranks of d and t of one engine: e = t k is k data ranks an engine; the layout then has
-            d / k engines. No context, no pieces, no virtual stages, and x is not to be chosen
-    local   Ostinato's own engine samples in one process: d of them are as many samplers
+            d / k engines. No context, no pieces, no virtual stages, and x cannot be chosen
+    local   Ostinato's own engine samples in one process; d is the number of such samplers
 
-Layouts are the divisors of the number of GPUs, less what never pays: tensor and context ranks beyond a node
-(their exchanges would leave NVLink in every layer); context parallelism for sequences below 8,192 tokens;
-more than 4 virtual stages; weights in pieces (f) over other than 1 or all data ranks of a node or of the
-stage.
+Layouts are the divisors of the number of GPUs, without those that are never fastest: tensor and context ranks
+beyond a node (their exchanges would leave NVLink in every layer); context parallelism for sequences below
+8,192 tokens; more than 4 virtual stages; weights in pieces (f) over other than 1 or all data ranks of a node
+or of the stage.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from ostinato.model.config import ModelConfig
 from ostinato.parallel.layout import Layout
 
 LOCAL = "local"
-LONG = 8192  # tokens of a sequence from which on its rows may be cut over context ranks
+LONG = 8192  # from this many tokens on, rows of a sequence may be cut over context ranks
 VIRTUAL = (1, 2, 4)
 
 
 def as_kept(layout: Layout) -> Layout:
-    """The layout by which weights lie: vLLM cuts the width of experts over t if it does not spread them."""
+    """Return the layout of the weights: vLLM cuts the width of experts over t if it does not spread them."""
     if layout.expert > 1 or layout.expert_tensor > 1:
         return layout
     return replace(layout, expert_tensor=layout.tensor)
 
 
 def engine_layout(config: ModelConfig, layout: Layout) -> tuple[Layout, int]:
-    """(layout of one vLLM server, how many of them): data ranks whose rows meet at the same experts are one
-    server; without experts to share, or without spreading them, data ranks of a dense model are one, too."""
+    """Return (the layout of a vLLM server, the number of servers). Data ranks that share the same experts are
+    a server; the data ranks of a dense model are a single server, too."""
     if config.moe is None:
         return layout, 1
-    here = max(1, layout.expert // layout.tensor)
-    return replace(layout, data=here), layout.data // here
+    data_per_server = max(1, layout.expert // layout.tensor)
+    return replace(layout, data=data_per_server), layout.data // data_per_server
 
 
 def vllm_flags(layout: Layout) -> list[str]:
-    """Of a server with this layout."""
+    """Return the command-line flags of a server with this layout."""
     sizes = {"tensor": layout.tensor, "data": layout.data}
     pairs = [(f"--{name}-parallel-size", str(size)) for name, size in sizes.items() if size > 1]
     words = [word for pair in pairs for word in pair]
@@ -51,11 +51,11 @@ def vllm_flags(layout: Layout) -> list[str]:
 
 
 def refuse(sampler: Sampler, config: ModelConfig, layout: Layout) -> None:
-    """Raise ValueError, in one sentence, for a layout of sampling that the engine does not have."""
-    odd = {"c": layout.context, "v": layout.virtual, "f": layout.shard, "p": layout.pipeline}
-    if letters := [letter for letter, size in odd.items() if size > 1]:
+    """Raise ValueError, in a sentence, for a layout of sampling that the engine does not have."""
+    axes = {"c": layout.context, "v": layout.virtual, "f": layout.shard, "p": layout.pipeline}
+    if letters := [letter for letter, size in axes.items() if size > 1]:
         raise ValueError(
-            f"layout {layout} has {letters[0]}{odd[letters[0]]}, but {sampler.name} samples without it; use "
+            f"layout {layout} has {letters[0]}{axes[letters[0]]}, but {sampler.name} samples without it; use "
             "d, t and e"
         )
     if sampler.name == LOCAL:
@@ -67,7 +67,7 @@ def refuse(sampler: Sampler, config: ModelConfig, layout: Layout) -> None:
             f"layout {layout} has x{layout.expert_tensor}, which vLLM does not take; drop x (without e it "
             "cuts the width of experts by t)"
         )
-    shared, rest = divmod(layout.expert, layout.tensor)  # data ranks whose rows meet at the same experts
+    shared, rest = divmod(layout.expert, layout.tensor)  # data ranks that share the same experts
     if layout.expert > 1 and (rest or layout.data % shared):
         raise ValueError(
             f"layout {layout} has e{layout.expert}, but vLLM spreads experts over all ranks of an engine or "
@@ -82,7 +82,7 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 def layouts(problem: Problem, world: int, phase: Phase) -> Iterator[Layout]:
-    """All layouts of ``world`` ranks that the model can be cut by and the phase can use."""
+    """Yield all layouts of ``world`` ranks that can cut the model and that the phase can use."""
     config, per_node = problem.config, problem.cluster.per_node
     sampling = phase == Phase.ROLLOUT
     for tensor in divisors(world):
@@ -92,12 +92,12 @@ def layouts(problem: Problem, world: int, phase: Phase) -> Iterator[Layout]:
         pipelines = tuple(p for p in pipelines if p <= config.num_layers)
         for pipeline in (1,) if sampling else pipelines:
             ranks = world // tensor // pipeline
-            for context in (1,) if sampling else _contexts(problem, tensor, ranks):
+            for context in (1,) if sampling else _list_contexts(problem, tensor, ranks):
                 data = ranks // context
                 axes = product(
-                    _experts(config, data * context * tensor, tensor),
-                    (1,) if sampling else _virtual(config, pipeline),
-                    (1,) if sampling else _shards(data, per_node, tensor * context),
+                    _list_expert_cuts(config, data * context * tensor, tensor),
+                    (1,) if sampling else _list_virtual_stages(config, pipeline),
+                    (1,) if sampling else _list_shards(data, per_node, tensor * context),
                 )
                 for (expert, expert_tensor), virtual, shard in axes:
                     layout = Layout(
@@ -110,18 +110,18 @@ def layouts(problem: Problem, world: int, phase: Phase) -> Iterator[Layout]:
                         virtual=virtual,
                         shard=shard,
                     )
-                    if _possible(problem, layout, sampling=sampling):
+                    if _is_possible(problem, layout, sampling=sampling):
                         yield layout
 
 
-def _contexts(problem: Problem, tensor: int, ranks: int) -> tuple[int, ...]:
+def _list_contexts(problem: Problem, tensor: int, ranks: int) -> tuple[int, ...]:
     if problem.work.longest < LONG:
         return (1,)
     return tuple(c for c in divisors(ranks) if c * tensor <= problem.cluster.per_node)
 
 
-def _experts(config: ModelConfig, ranks: int, tensor: int) -> tuple[tuple[int, int], ...]:
-    """(e, x)."""
+def _list_expert_cuts(config: ModelConfig, ranks: int, tensor: int) -> tuple[tuple[int, int], ...]:
+    """Return the possible (e, x)."""
     moe = config.moe
     if moe is None:
         return ((1, 1),)
@@ -131,18 +131,18 @@ def _experts(config: ModelConfig, ranks: int, tensor: int) -> tuple[tuple[int, i
     return tuple(cuts)
 
 
-def _virtual(config: ModelConfig, pipeline: int) -> tuple[int, ...]:
+def _list_virtual_stages(config: ModelConfig, pipeline: int) -> tuple[int, ...]:
     if pipeline == 1:
         return (1,)
     return tuple(v for v in VIRTUAL if v * pipeline <= config.num_layers)
 
 
-def _shards(data: int, per_node: int, inner: int) -> tuple[int, ...]:
-    in_node = max(1, per_node // inner)
+def _list_shards(data: int, per_node: int, ranks_per_replica: int) -> tuple[int, ...]:
+    in_node = max(1, per_node // ranks_per_replica)
     return tuple(sorted({1, data, in_node if data % in_node == 0 else 1}))
 
 
-def _possible(problem: Problem, layout: Layout, *, sampling: bool) -> bool:
+def _is_possible(problem: Problem, layout: Layout, *, sampling: bool) -> bool:
     try:
         layout.refuse(problem.config)
         if sampling:

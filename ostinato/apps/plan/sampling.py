@@ -1,8 +1,8 @@
-"""Seconds of the sampler: prompts are read, then answers decoded, one token of every sequence per step.
+"""Seconds of the sampler: prompts are read, then answers decoded, a token of every sequence per step.
 
-A replica is one data rank with its tensor ranks. It decodes its part of the answers, ``setup.sequences`` at
-once, and all wait for the one with the longest answer. Prompts are read before, as one phase: interleaving
-hides some of it, which a plan does not count on.
+A replica is a data rank with its tensor ranks. It decodes its part of the answers, ``setup.sequences`` at
+once, and all replicas wait for the one with the longest answer. Prompts are read before, as a phase of their
+own: interleaving would hide a part of it, which a plan does not count on.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ class Occupancy:
 
     steps: Floats  # [n] how many steps
     sequences: Floats  # [n] how many sequences each of them decodes
-    generated: Floats  # [n] tokens that these have generated on average, in the middle of the run
+    generated: Floats  # [n] mean tokens that these have generated, in the middle of the run
 
     @property
     def longest(self) -> float:
-        """Decode steps from the first to the last."""
+        """The number of all decode steps."""
         return float(self.steps.sum())
 
 
 def occupancy(lengths: Sequence[int], slots: int) -> Occupancy:
-    """Of one replica that decodes ``lengths`` in this order, at most ``slots`` at once: one that ends makes
-    room for the next. Raises ValueError without a slot or a length."""
+    """Return the occupancy of a replica that decodes ``lengths`` in this order, at most ``slots`` at once:
+    when one ends, the next begins. Raises ValueError without a slot or a length."""
     if slots < 1 or not len(lengths) or min(lengths) < 1:
         raise ValueError(
             f"{len(lengths)} lengths and {slots} slots; use at least 1 of each, of 1 token or more"
@@ -62,11 +62,14 @@ def occupancy(lengths: Sequence[int], slots: int) -> Occupancy:
         heapq.heappush(ends, start[index] + length[index])
     stop = start + length
     events, place = np.unique(np.concatenate([start, stop]), return_inverse=True)
-    begun, ended = place[: len(length)], place[len(length) :]
-    num = len(events)
-    sequences = np.cumsum(np.bincount(begun, minlength=num) - np.bincount(ended, minlength=num))[:-1]
+    start_places, end_places = place[: len(length)], place[len(length) :]
+    num_events = len(events)
+    sequences = np.cumsum(
+        np.bincount(start_places, minlength=num_events) - np.bincount(end_places, minlength=num_events)
+    )[:-1]
     starts = np.cumsum(
-        np.bincount(begun, weights=start, minlength=num) - np.bincount(ended, weights=start, minlength=num)
+        np.bincount(start_places, weights=start, minlength=num_events)
+        - np.bincount(end_places, weights=start, minlength=num_events)
     )[:-1]
     middle = (events[:-1] + events[1:]) / 2
     return Occupancy(
@@ -75,23 +78,23 @@ def occupancy(lengths: Sequence[int], slots: int) -> Occupancy:
 
 
 def dealt(answers: Sequence[int], number: int, replicas: int) -> tuple[int, ...]:
-    """The part of one replica of ``number`` answers, of the distribution that ``answers`` is a sample of:
-    that of the one with the longest answer, for all others wait for it.
+    """Return the answer lengths of a replica's part of ``number`` answers, of the distribution that
+    ``answers`` is a sample of. It is the replica with the longest answer, since all others wait for it.
 
-    Its lengths are evenly spaced quantiles, the last of them that of the longest of all ``number``. They come
-    in an order that mixes long and short, as a batch does, and the same one each time.
+    The lengths are evenly spaced quantiles, and the last is the quantile of the longest of all ``number``.
+    Their order is fixed and mixes long and short, as a batch does.
     """
     share = max(1, -(-number // replicas))
-    ordered = np.sort(np.asarray(answers, np.int64))
+    sorted_lengths = np.sort(np.asarray(answers, np.int64))
     places = (np.arange(share) + 0.5) / share
     places[-1] = max(places[-1], (number - 0.5) / number)
-    lengths = ordered[np.ceil(places * len(ordered)).astype(np.int64) - 1]
+    lengths = sorted_lengths[np.ceil(places * len(sorted_lengths)).astype(np.int64) - 1]
     stride = next(n for n in range(max(1, int(share * 0.618)), share + 1) if np.gcd(n, share) == 1)
     return tuple(int(n) for n in lengths[np.arange(share) * stride % share])
 
 
 def decode_seconds(rooms: Occupancy, step: Callable[[Floats, Floats], Floats]) -> float:
-    """Seconds of a schedule, where ``step(sequences, generated)`` is that of one decode step."""
+    """Return the seconds of a schedule; ``step(sequences, generated)`` gives the seconds of a decode step."""
     return float((rooms.steps * step(rooms.sequences, rooms.generated)).sum())
 
 
@@ -123,27 +126,27 @@ def rates_of(config: ModelConfig, adapter: AdapterSpec | None) -> Rates:
 
 
 @lru_cache(maxsize=512)
-def _rooms(answers: tuple[int, ...], number: int, replicas: int, slots: int) -> Occupancy:
+def _schedule_answers(answers: tuple[int, ...], number: int, replicas: int, slots: int) -> Occupancy:
     return occupancy(dealt(answers, number, replicas), slots)
 
 
 def rollout_seconds(problem: Problem, setup: Setup, efficiency: Efficiency) -> dict[str, float]:
-    """Of one RL step by term; "decode" is what the roofline of its products and caches says."""
+    """Return the rollout seconds of an RL step by term; "decode" is the roofline of the products."""
     work, layout = problem.work, as_kept(setup.layout)
     pass_ = _Pass(problem=problem, layout=layout, efficiency=efficiency)
     slots = max(1, min(setup.sequences or problem.sampler.sequences, problem.sampler.sequences))
-    rooms = _rooms(work.answers, work.num_answers, layout.data, slots)
+    schedule = _schedule_answers(work.answers, work.num_answers, layout.data, slots)
 
     terms = {
         "prefill": pass_.prefill(),
-        "decode": decode_seconds(rooms, pass_.products),
-        "cache": decode_seconds(rooms, pass_.cache),
-        "tensor": decode_seconds(rooms, lambda seqs, generated: pass_.talk(seqs, "t")),
-        "expert exchange": decode_seconds(rooms, lambda seqs, generated: pass_.talk(seqs, "e")),
+        "decode": decode_seconds(schedule, pass_.products),
+        "cache": decode_seconds(schedule, pass_.cache),
+        "tensor": decode_seconds(schedule, lambda seqs, generated: pass_.talk(seqs, "t")),
+        "expert exchange": decode_seconds(schedule, lambda seqs, generated: pass_.talk(seqs, "e")),
     }
     busy = sum(terms.values()) - terms["prefill"]
-    least = rooms.longest * problem.config.num_layers * efficiency.captured
-    return {**terms, "launch": max(0.0, least - busy)}
+    least_seconds = schedule.longest * problem.config.num_layers * efficiency.captured
+    return {**terms, "launch": max(0.0, least_seconds - busy)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,9 +159,9 @@ class _Pass:
 
     @property
     def speed(self) -> float:
-        """FLOP/s: fp8 weights are multiplied as such, codes of other kinds are widened first."""
-        gpu, own = self.problem.cluster.gpu, self.problem.precision
-        return peak(gpu, own.sampler if own.sampler == DType.FP8 else own.compute)
+        """FLOP/s. fp8 weights are multiplied as they are; other codes are widened first."""
+        gpu, precision = self.problem.cluster.gpu, self.problem.precision
+        return peak(gpu, precision.sampler if precision.sampler == DType.FP8 else precision.compute)
 
     @property
     def hbm(self) -> float:
@@ -171,90 +174,91 @@ class _Pass:
 
     @property
     def crowd(self) -> float:
-        """Replicas whose rows meet at the same experts."""
+        """The number of replicas that share the same experts."""
         return max(1.0, self.layout.expert * self.layout.expert_tensor / self.layout.tensor)
 
     def weights(self) -> tuple[float, float]:
-        """Bytes on a rank: (of everything but routed experts, of these)."""
+        """Return the bytes on a rank: (of all weights but routed experts, of routed experts)."""
         config, dtype = self.problem.config, self.problem.precision.sampler
         elements = stage_elements(config, None, self.layout, 0)
-        # the head, or the tied embedding, is read; of the embedding itself a few rows are looked up
+        # The head, or the tied embedding, is read. Of an untied embedding only a few rows are looked up.
         rest = replace(elements, experts=0, ends=table_size(config, self.layout))
         return weight_bytes(rest, dtype), elements.experts * dtype.num_bytes
 
     def products(self, sequences: Floats, generated: Floats) -> Floats:
-        """Seconds of the products of one decode step, [n]."""
+        """Return the seconds of the products of a decode step [n]."""
         del generated
         config, e, t = self.problem.config, self.efficiency, self.layout.tensor
         rates, (dense, experts) = rates_of(config, self.problem.adapter), self.weights()
-        adapters = self._adapter_bytes()
+        adapters = self._count_adapter_bytes()
         head = 2.0 * config.vocab_size * config.hidden_size
         flops = sequences * (rates.dense + rates.lora + head) / t / (self.speed * e.products)
         seconds = np.maximum(flops, (dense + adapters) / self.hbm)
         moe = config.moe
         if moe is None:
             return seconds
-        meeting = sequences * self.crowd
-        touched = 1.0 - (1.0 - moe.top_k / moe.num_experts) ** meeting
-        # each rank gets the part of the rows that meet which chose its experts, or of their width
-        own = meeting / (self.layout.expert * self.layout.expert_tensor)
-        flops = own * rates.routed / (self.speed * e.grouped)
-        return seconds + np.maximum(flops * self.straggler, touched * experts / self.hbm)
+        num_meeting = sequences * self.crowd
+        touched_share = 1.0 - (1.0 - moe.top_k / moe.num_experts) ** num_meeting
+        # The share of these rows that a rank computes: of its experts, or of its part of their width.
+        rank_rows = num_meeting / (self.layout.expert * self.layout.expert_tensor)
+        flops = rank_rows * rates.routed / (self.speed * e.grouped)
+        return seconds + np.maximum(flops * self.straggler, touched_share * experts / self.hbm)
 
     def cache(self, sequences: Floats, generated: Floats) -> Floats:
-        """Seconds of attention over what has been generated, [n]. Latent caches are not cut by tensor
-        ranks."""
+        """Return the seconds of attention over prompts and generated tokens [n]. Latent caches are not cut by
+        tensor ranks."""
         config, e, t = self.problem.config, self.efficiency, self.layout.tensor
         mla, latent = config.mla, self.problem.sampler.latent_kv
-        cached = sequences * (generated + self.problem.work.prompt_tokens)
+        cached_tokens = sequences * (generated + self.problem.work.prompt_tokens)
         width = kv_values(config, latent=latent) * self.problem.precision.kv.num_bytes
         if mla is not None and latent:
             values = 2.0 * config.num_heads * config.num_layers * (2 * mla.kv_lora_rank + mla.rope_head_dim)
-            flops = cached * values / t / (self.speed * e.attention)
-            return np.maximum(cached * width / self.hbm, flops)
-        return cached * width / min(t, config.num_kv_heads) / self.hbm
+            flops = cached_tokens * values / t / (self.speed * e.attention)
+            return np.maximum(cached_tokens * width / self.hbm, flops)
+        return cached_tokens * width / min(t, config.num_kv_heads) / self.hbm
 
     def talk(self, sequences: Floats, axis: str) -> Floats:
-        """Seconds of the messages of one decode step over an axis, [n]: linear in their rows."""
+        """Return the seconds of the messages of a decode step over an axis [n], linear in the rows."""
         wires = Wires(layout=self.layout, cluster=self.problem.cluster, efficiency=self.efficiency)
-        one, two = (wires.seconds(self._messages(rows), axis) for rows in (1.0, 2.0))
-        return one + (sequences - 1) * (two - one)
+        seconds_1, seconds_2 = (wires.seconds(self._count_messages(rows), axis) for rows in (1.0, 2.0))
+        return seconds_1 + (sequences - 1) * (seconds_2 - seconds_1)
 
     def prefill(self) -> float:
-        """Seconds to read all prompts of a replica."""
+        """Return the seconds to read all prompts of a replica."""
         work, e, t = self.problem.work, self.efficiency, self.layout.tensor
         prompts = work.prompts if work.prompt_once else work.num_answers
-        # one at least: a group that is split over replicas has its prompt read in each
+        # At least 1: each replica of a group that is split over replicas reads the prompt.
         prompts = max(1.0, prompts / self.layout.data)
         rows = prompts * work.prompt_tokens
         rates = rates_of(self.problem.config, self.problem.adapter)
         flops = rows * (rates.dense + rates.lora) / t / (self.speed * e.products)
         flops += prompts * rates.pair * work.prompt_tokens**2 / 2 / t / (self.speed * e.attention)
-        own = rows * self.crowd / (self.layout.expert * self.layout.expert_tensor)
-        flops += own * rates.routed * self.straggler / (self.speed * e.grouped)
+        rank_rows = rows * self.crowd / (self.layout.expert * self.layout.expert_tensor)
+        flops += rank_rows * rates.routed * self.straggler / (self.speed * e.grouped)
         passes = max(1.0, rows / self.problem.sampler.prefill_rows)
-        read = passes * sum(self.weights()) / self.hbm
+        read_seconds = passes * sum(self.weights()) / self.hbm
         size = min(rows, self.problem.sampler.prefill_rows)
         wires = Wires(layout=self.layout, cluster=self.problem.cluster, efficiency=e)
-        return max(flops, read) + passes * wires.seconds(self._messages(size))
+        return max(flops, read_seconds) + passes * wires.seconds(self._count_messages(size))
 
-    def _messages(self, rows: float) -> Traffic:
-        """Of a pass of ``rows`` rows: partial sums of attention and MLP are added up over t; experts that lie
-        on the ranks of several replicas get their rows in an exchange, the others' shares are in the sum."""
+    def _count_messages(self, rows: float) -> Traffic:
+        """Return the traffic of a pass of ``rows`` rows. Partial sums of attention and MLP are added up over
+        t. Experts on the ranks of several replicas get their rows in an exchange; the shares of other experts
+        are in the sum."""
         config, layout = self.problem.config, self.layout
         row, sums = config.hidden_size * self.problem.precision.compute.num_bytes, 2.0 * config.num_layers
         traffic = dict(ring("all_reduce", "t", layout.tensor, rows * row * sums, sums))
         moe = config.moe
         if moe is not None and self.crowd > 1:
-            own = rows / (1 if layout.expert_tensor > 1 else layout.tensor)
+            rank_rows = rows / (1 if layout.expert_tensor > 1 else layout.tensor)
             spread = distinct_ranks(moe.num_experts, moe.top_k, layout.expert)
-            copies = own * spread * (layout.expert - 1) / layout.expert * self.straggler
+            copies = rank_rows * spread * (layout.expert - 1) / layout.expert * self.straggler
             calls = 2.0 * len(moe.layers)
             traffic["all_to_all", "e"] = Sent(calls, calls * copies * row)
         return traffic
 
-    def _adapter_bytes(self) -> float:
-        """Of the factors on a rank; experts' that no token chose are not read, which is not counted on."""
+    def _count_adapter_bytes(self) -> float:
+        """Return the bytes of the adapters on a rank, also of experts that no token chose."""
         if self.problem.adapter is None:
             return 0.0
         values = stage_elements(self.problem.config, self.problem.adapter, self.layout, 0).adapters

@@ -3,15 +3,15 @@
     products, experts, head   FLOPs of ``model.flops`` over the peak of the dtype, or the weights' bytes over
                               the memory's bandwidth, whichever is longer, of the parts that a rank keeps
     messages                  bytes of ``plan.traffic`` over the link that a group shares, and a latency
-    bubble                    the way through the stages that other microbatches do not fill
-    decode                    every step reads weights, caches of the sequences still running, and adapters;
+    bubble                    the time of a pass through the stages that other microbatches do not fill
+    decode                    every step reads weights, caches of the running sequences, and adapters;
                               as many steps as the longest answers take (``plan.sampling``)
 
-Nothing overlaps but what our code overlaps: messages wait for products and products for messages (exposed
-seconds add up); a pipeline's stages work side by side; with a lag, trainer and sampler on GPUs of their own
-do. A straggling expert rank holds up the others in every layer, so expert products and exchanges are
-multiplied by max over mean load. Microbatches are taken to be alike, as packing makes them. T below are rows
-of a microbatch of one data rank, over its context and tensor ranks together.
+Only what our code overlaps does so here: messages wait for products and products for messages (exposed
+seconds add up); the stages of a pipeline work side by side, and so do, with a lag, trainer and sampler on
+GPUs of their own. A straggling expert rank holds up the others in every layer, so expert products and
+exchanges are multiplied by max over mean load. Microbatches are assumed to be alike, as packing makes them.
+Rows below are those of a microbatch of a data rank, over its context and tensor ranks together.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from ostinato.parallel.memory import DType, weight_bytes
 AXIS_TERMS = {"t": "tensor", "c": "context", "e": "expert exchange", "f": "weight gather", "p": "pipeline"}
 HEAD_SWEEPS = 6.0  # times that a chunk of logits is read or written, in fp32
 OPTIMIZER_BYTES = 28.0  # read and written per value by AdamW: weight, both moments, and the gradient read
-# Relative standard deviations of what a term depends on and that have not been measured.
+# Relative standard deviations of a phase's seconds, from efficiencies that have not been measured.
 SPREAD: Mapping[str, float] = MappingProxyType(
     {"train": 0.20, "logprobs": 0.20, "rollout": 0.25, "refit": 0.5, "switch": 0.4}
 )
@@ -51,15 +51,15 @@ Terms = defaultdict[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roofline:
-    """A ``problem.Clock``. ``factors`` multiply the seconds of a phase: those that ``plan.fit`` found."""
+    """Implements ``problem.Clock``. ``factors``, from ``plan.fit``, multiply the seconds of a phase."""
 
     efficiency: Efficiency = field(default_factory=Efficiency)
     factors: Mapping[str, float] = field(default_factory=dict)
 
     def phase(self, problem: Problem, phase: Phase, setup: Setup) -> Mapping[str, float]:
-        """Exposed seconds of one phase of one RL step by term; empty where the phase has nothing to do (our
-        trainer is its own old policy in the first of its optimizer steps: one update needs no forward ahead).
-        """
+        """Return the exposed seconds of a phase of an RL step by term; empty where the phase has nothing to
+        do (in the first of its optimizer steps our trainer is its own old policy, so a single update needs no
+        forward for old log-probabilities)."""
         if phase == Phase.ROLLOUT:
             terms = rollout_seconds(problem, setup, self.efficiency)
         else:
@@ -67,7 +67,7 @@ class Roofline:
         return self._scale(phase, terms)
 
     def step(self, problem: Problem, arrangement: Arrangement) -> Times:
-        """All of an RL step."""
+        """Return the seconds of a whole RL step."""
         terms = {phase.value: self.phase(problem, phase, arrangement.setup(phase)) for phase in Phase}
         terms["refit"] = self._scale("refit", refit_seconds(problem, arrangement, self.efficiency))
         terms["switch"] = self._scale("switch", switch_seconds(problem, arrangement, self.efficiency))
@@ -75,8 +75,8 @@ class Roofline:
         overlapped = 0.0
         if arrangement.placement == Placement.APART and arrangement.lag > 0:
             overlapped = min(sums["rollout"], sums["train"] + sums["logprobs"])
-        whole = sum(sums.values()) or 1.0
-        spread = math.sqrt(sum((SPREAD.get(name, 0.3) * s) ** 2 for name, s in sums.items())) / whole
+        total = sum(sums.values()) or 1.0
+        spread = math.sqrt(sum((SPREAD.get(name, 0.3) * s) ** 2 for name, s in sums.items())) / total
         return Times(terms=terms, low=1 / (1 + spread), high=1 + spread, overlapped=overlapped)
 
     def _scale(self, phase: str, terms: Mapping[str, float]) -> dict[str, float]:
@@ -91,7 +91,7 @@ class Roofline:
 def kinds_of(
     config: ModelConfig, adapter: AdapterSpec | None
 ) -> tuple[tuple[tuple[bool, LayerRates], ...], tuple[int, ...]]:
-    """((is it a mixture, FLOPs) of every kind of layer, the kind of every layer)."""
+    """Return ((whether it is a mixture, FLOPs) of every kind of layer, the kind of every layer)."""
     kinds: list[tuple[bool, LayerRates]] = []
     places: list[int] = []
     for layer, rates in enumerate(layer_rates(config, adapter)):
@@ -104,7 +104,7 @@ def kinds_of(
 
 @lru_cache(maxsize=1024)
 def pairs_of(work: Work) -> float:
-    """(query, key) pairs of one forward over the whole batch."""
+    """Return the (query, key) pairs of a forward over the whole batch."""
     prompts = work.prompts if work.prompt_once else work.num_answers
     squares = sum(n * n for n in work.answers) / len(work.answers)
     answer = (squares + work.mean_answer) / 2 + work.mean_answer * work.prompt_tokens
@@ -114,15 +114,15 @@ def pairs_of(work: Work) -> float:
 def train_seconds(
     problem: Problem, setup: Setup, efficiency: Efficiency, *, backward: bool = True
 ) -> dict[str, float]:
-    """Of all optimizer steps of an RL step by term; without ``backward`` of the forwards that score all but
-    the first minibatch by the policy before it."""
+    """Return the seconds of all optimizer steps of an RL step by term; without ``backward``, of the forwards
+    that score all but the first minibatch by the old policy."""
     work = problem.work
     steps = work.updates if backward else work.updates - 1
     if not steps:
         return {}
-    number = microbatches(problem, setup) if setup.microbatch else 1
-    share = 1 / (work.updates * setup.layout.data * number)
-    price = _Price(
+    num_microbatches = microbatches(problem, setup) if setup.microbatch else 1
+    share = 1 / (work.updates * setup.layout.data * num_microbatches)
+    price = _MicrobatchPrice(
         problem=problem,
         setup=setup,
         efficiency=efficiency,
@@ -133,18 +133,18 @@ def train_seconds(
     stages = price.stages(backward)
     sums = [sum(stage.values()) for stage in stages]
     slowest = max(range(len(sums)), key=sums.__getitem__)
-    terms = _terms({term: s * number for term, s in stages[slowest].items()})
-    fill = (sum(sums) - sums[slowest]) / setup.layout.virtual
-    if fill:
-        terms["bubble"] = fill
+    terms = _make_terms({term: s * num_microbatches for term, s in stages[slowest].items()})
+    bubble = (sum(sums) - sums[slowest]) / setup.layout.virtual
+    if bubble:
+        terms["bubble"] = bubble
     if backward:
-        _add(terms, price.update(slowest))
+        _add_terms(terms, price.update(slowest))
     return {term: s * steps for term, s in terms.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Price:
-    """Seconds of what a rank does for one microbatch of one data rank."""
+class _MicrobatchPrice:
+    """Seconds of the work of a rank for a microbatch of a data rank."""
 
     problem: Problem
     setup: Setup
@@ -166,21 +166,21 @@ class _Price:
         return peak(self.problem.cluster.gpu, self.problem.precision.compute)
 
     def stages(self, backward: bool) -> list[Terms]:
-        """Terms of every stage for one microbatch."""
+        """Return the terms of every stage for a microbatch."""
         layout, config = self.setup.layout, self.problem.config
         talk = talk_of(self.problem, self.setup)
         kinds, places = kinds_of(config, self.problem.adapter)
-        priced = [self.layer(talk, moe, rates, backward) for moe, rates in kinds]
-        stages = [_terms() for _ in range(layout.pipeline)]
-        passed = (1 + backward) * self.wires.seconds(talk.pass_on(self.rows))
+        layer_terms = [self.layer(talk, moe, rates, backward) for moe, rates in kinds]
+        stages = [_make_terms() for _ in range(layout.pipeline)]
+        pass_seconds = (1 + backward) * self.wires.seconds(talk.pass_on(self.rows))
         for chunk, layers in enumerate(layout.chunk_layers(config.num_layers)):
             stage = stages[chunk % layout.pipeline]
             for kind, count in Counter(places[layer] for layer in layers).items():
-                _add(stage, priced[kind], count)
+                _add_terms(stage, layer_terms[kind], count)
             if layout.pipeline > 1:
-                stage["pipeline"] += passed
+                stage["pipeline"] += pass_seconds
         stages[0]["tensor"] += self.wires.seconds(talk.embed(self.rows))
-        _add(stages[-1], self.head(talk, backward))
+        _add_terms(stages[-1], self.head(talk, backward))
         return stages
 
     def layer(self, talk: Talk, moe: bool, rates: LayerRates, backward: bool) -> Terms:
@@ -189,35 +189,37 @@ class _Price:
         if not backward or not rates.needed:
             return terms
         if self.setup.recompute:
-            _add(terms, dict(terms))  # the forward again, messages and all
-        _add(terms, self.run(moe, rates.backward, 2.0))
+            _add_terms(terms, dict(terms))  # the forward again, with its messages
+        _add_terms(terms, self.run(moe, rates.backward, 2.0))
         self.say(terms, talk.layer(self.rows, moe=moe, backward=True))
         return terms
 
     def run(self, moe: bool, rates: Mapping[Part, Rates], sweeps: float) -> Terms:
-        """Products and elementwise work of one way through a layer."""
+        """Return products and elementwise work of a pass through a layer, forward or backward."""
         problem, layout, e = self.problem, self.setup.layout, self.efficiency
         config, mixture = problem.config, problem.config.moe if moe else None
         rows, tensor = self.rows / layout.context, layout.tensor
         flops = {part: rates.get(part, Rates()).tokens * rows for part in Part}
-        routed = 0.0  # of an expert layer's FLOPs, beside its router and shared experts
+        routed = 0.0  # an expert layer's FLOPs without its router and shared experts
         width = config.intermediate_size
         if mixture is not None:
             products = 3 * mixture.intermediate_size * mixture.top_k
-            others = mixture.num_experts + 3 * mixture.shared_intermediate_size
-            routed = flops[Part.EXPERTS] * products / (products + others)
+            other_values = mixture.num_experts + 3 * mixture.shared_intermediate_size
+            routed = flops[Part.EXPERTS] * products / (products + other_values)
             width = mixture.top_k * mixture.intermediate_size + mixture.shared_intermediate_size
         dense = flops[Part.ATTENTION] + flops[Part.MLP] + flops[Part.EXPERTS] - routed
-        passes = sweeps if problem.adapter is None else 1.0  # of frozen weights no gradient is computed
-        alike = replicated(config) * (flops[Part.ATTENTION] > 0) * rows * passes
-        own = dense / tensor + alike * (1 - 1 / tensor) + flops[Part.LORA] * (1 + 1 / tensor) / 2
+        passes = sweeps if problem.adapter is None else 1.0  # no gradient of frozen weights is computed
+        replicated_flops = replicated(config) * (flops[Part.ATTENTION] > 0) * rows * passes
+        rank_flops = (
+            dense / tensor + replicated_flops * (1 - 1 / tensor) + flops[Part.LORA] * (1 + 1 / tensor) / 2
+        )
         elements, size = layer_elements(config, None, layout, moe=moe), problem.precision.base.num_bytes
         weights = (elements.matrices + elements.routers + elements.vectors) * size
         pairs = rates.get(Part.ATTENTION, Rates()).pairs * self.pairs / (layout.context * tensor)
-        values = e.sweeps * config.hidden_size + 5.0 * width  # that elementwise work goes over, forward
-        terms = _terms(
+        values = e.sweeps * config.hidden_size + 5.0 * width  # of elementwise work, forward
+        terms = _make_terms(
             {
-                "products": max(own / (self.speed * e.products), weights / self.hbm),
+                "products": max(rank_flops / (self.speed * e.products), weights / self.hbm),
                 "attention": pairs / (self.speed * e.attention),
                 "elementwise": sweeps
                 * values
@@ -232,28 +234,28 @@ class _Price:
                 routed / tensor / (self.speed * e.grouped), elements.experts * size / self.hbm
             )
             terms["imbalance"] = (straggler(config, layout) - 1) * terms["experts"]
-        missing = sweeps * e.layer - sum(terms.values()) * e.ahead
-        if missing > 0:
-            terms["launch"] = missing
+        launch_seconds = sweeps * e.layer - sum(terms.values()) * e.ahead
+        if launch_seconds > 0:
+            terms["launch"] = launch_seconds
         return terms
 
     def say(self, terms: Terms, traffic: Traffic) -> None:
-        """Add messages to terms, what stragglers add to exchanges apart."""
-        for (operation, axis), sent in traffic.items():
-            seconds = self.wires.seconds({(operation, axis): sent})
+        """Add messages to terms. The seconds that stragglers add to exchanges are a term of their own."""
+        for (operation, axis), message in traffic.items():
+            seconds = self.wires.seconds({(operation, axis): message})
             terms[AXIS_TERMS[axis]] += seconds
             if axis == "e":
                 terms["imbalance"] += (straggler(self.problem.config, self.setup.layout) - 1) * seconds
 
     def head(self, talk: Talk, backward: bool) -> Terms:
-        """Log-probabilities of the rows of a microbatch, on the last stage."""
+        """Return the terms of a microbatch's log-probabilities, on the last stage."""
         problem, layout = self.problem, self.setup.layout
         config, rows = problem.config, self.targets / layout.context
         products = 1.0 if not backward else 2.0 if problem.adapter is not None else 4.0
         flops = 2.0 * config.vocab_size * config.hidden_size * rows / layout.tensor * products
         values = rows * config.vocab_size / layout.tensor
         weights = table_size(config, layout) * problem.precision.base.num_bytes * (not config.tie_embeddings)
-        terms = _terms(
+        terms = _make_terms(
             {
                 "head": max(flops / (self.speed * self.efficiency.products), weights * products / self.hbm)
                 + HEAD_SWEEPS * 4 * values / self.hbm
@@ -263,10 +265,10 @@ class _Price:
         return terms
 
     def update(self, stage: int) -> Terms:
-        """Sums of gradients, and the optimizer, of one stage."""
+        """Return the terms of a stage's sums of gradients and its optimizer."""
         problem, layout = self.problem, self.setup.layout
         values = gradient_sums(problem.config, problem.adapter, layout, stage).total()
-        return _terms(
+        return _make_terms(
             {
                 "gradients": self.wires.seconds(talk_of(problem, self.setup).update(stage)),
                 "optimizer": values * OPTIMIZER_BYTES / self.hbm,
@@ -274,23 +276,23 @@ class _Price:
         )
 
 
-def _terms(terms: Mapping[str, float] | None = None) -> Terms:
+def _make_terms(terms: Mapping[str, float] | None = None) -> Terms:
     return defaultdict(float, terms or {})
 
 
-def _add(to: Terms, terms: Mapping[str, float], times: float = 1.0) -> None:
+def _add_terms(sums: Terms, terms: Mapping[str, float], times: float = 1.0) -> None:
     for term, seconds in terms.items():
-        to[term] += times * seconds
+        sums[term] += times * seconds
 
 
 def straggler(config: ModelConfig, layout: Layout) -> float:
-    """Max over mean load of expert ranks, on average."""
+    """Return the expected ratio of max and mean load of expert ranks."""
     return expected_straggler(config.moe.num_experts, layout.expert).mean if config.moe else 1.0
 
 
 @lru_cache(maxsize=32)
 def replicated(config: ModelConfig) -> float:
-    """FLOPs per row that every tensor rank runs alike: the down-projections to latents, which are not cut."""
+    """The FLOPs per row that every tensor rank repeats: down-projections to latents, which are not cut."""
     mla = config.mla
     if mla is None:
         return 0.0
@@ -298,7 +300,7 @@ def replicated(config: ModelConfig) -> float:
 
 
 def talk_of(problem: Problem, setup: Setup) -> Talk:
-    """What a trainer sends."""
+    """Return the traffic model of a trainer."""
     precision = problem.precision
     return Talk(
         config=problem.config,
@@ -311,14 +313,15 @@ def talk_of(problem: Problem, setup: Setup) -> Talk:
 
 
 def step_traffic(problem: Problem, arrangement: Arrangement, stage: int = 0) -> Traffic:
-    """What a rank of a stage of the trainer sends in one RL step: training, and old log-probabilities of all
-    but its first optimizer step. Publishes, checkpoints and measurements send besides."""
+    """Return what a rank of a stage of the trainer sends in an RL step, in training and for old
+    log-probabilities of all but the first optimizer step. Publishes, checkpoints and measurements are not
+    counted."""
     work, parts = problem.work, list[Traffic]()
     for phase, steps in ((Phase.TRAIN, work.updates), (Phase.LOGPROBS, work.updates - 1)):
         setup, backward = arrangement.setup(phase), phase == Phase.TRAIN
         talk, number = talk_of(problem, setup), microbatches(problem, setup)
         share = 1 / (work.updates * setup.layout.data * number)
-        one = talk.microbatch(
+        microbatch_traffic = talk.microbatch(
             work.rows * share,
             work.trained_tokens * share,
             stage=stage,
@@ -328,51 +331,53 @@ def step_traffic(problem: Problem, arrangement: Arrangement, stage: int = 0) -> 
         rows, targets = work.rows / work.updates, work.trained_tokens / work.updates
         scores = talk.scores(rows, targets, backward=backward)
         update = talk.update(stage) if backward else {}
-        parts.append(added([added([one], number), scores, update], steps))
-    return {key: sent for key, sent in added(parts).items() if sent.bytes}
+        parts.append(added([added([microbatch_traffic], number), scores, update], steps))
+    return {key: message for key, message in added(parts).items() if message.bytes}
 
 
 # ---- between trainer and sampler
 
 
 def refit_bytes(problem: Problem, arrangement: Arrangement) -> float:
-    """Bytes that a publish moves to every replica of the sampler together: the adapters in what the forward
-    computes in, whole and logical; of full-parameter training the weights. 0 where both are the same tensors.
-    """
+    """The bytes that a publish moves to all replicas of the sampler together: the whole logical adapters in
+    the compute dtype; in full-parameter training the weights. 0 where both are the same tensors."""
     values = gradient_sums(problem.config, problem.adapter, Layout(), 0).total()
     if problem.adapter is not None:
         return values * problem.precision.compute.num_bytes
-    same = arrangement.train.layout == arrangement.rollout.layout and arrangement.base == Base.SHARED
+    is_same = arrangement.train.layout == arrangement.rollout.layout and arrangement.base == Base.SHARED
     colocated = arrangement.placement == Placement.COLOCATED
-    return 0.0 if same and colocated else values * problem.precision.sampler.num_bytes
+    return 0.0 if is_same and colocated else values * problem.precision.sampler.num_bytes
 
 
 def refit_seconds(problem: Problem, arrangement: Arrangement, efficiency: Efficiency) -> dict[str, float]:
-    """Gather and broadcast. Adapters come together at the first rank (their tensors are logical: any sampler
-    layout can cut them) and go out down a chain; all weights go from every rank to every rank at once."""
-    moved, cluster = refit_bytes(problem, arrangement), problem.cluster
-    if not moved:
+    """Return the seconds of gather and broadcast. Adapters are gathered at the first rank (their tensors are
+    logical: any sampler layout can cut them) and sent down a chain; full weights go from every rank to every
+    rank at once."""
+    size, cluster = refit_bytes(problem, arrangement), problem.cluster
+    if not size:
         return {}
     nodes = -(-arrangement.num_gpus // cluster.per_node)
     pace = (cluster.gpu.nic if nodes > 1 else cluster.gpu.link) * efficiency.network
     if problem.adapter is not None:
-        alone = arrangement.train.layout.world == 1
-        return {"gather": 0.0 if alone else moved / pace, "broadcast": moved / pace}
+        is_alone = arrangement.train.layout.world == 1
+        return {"gather": 0.0 if is_alone else size / pace, "broadcast": size / pace}
     share = local_bytes(problem, as_kept(arrangement.rollout.layout), problem.precision.sampler)
     return {"reshard": share / pace}
 
 
 def switch_seconds(problem: Problem, arrangement: Arrangement, efficiency: Efficiency) -> dict[str, float]:
-    """Between host and devices, once around a step. Frozen weights are only fetched, never put back."""
+    """The seconds of swaps between host and devices in a step. Frozen weights are fetched, never put back."""
     if arrangement.placement != Placement.COLOCATED or arrangement.base != Base.SWAPPED:
         return {}
-    both = 1.0 if problem.adapter is not None else 2.0
-    own = local_bytes(problem, arrangement.train.layout, problem.precision.base)
-    sampler = local_bytes(problem, as_kept(arrangement.rollout.layout), problem.precision.sampler)
-    return {"base": (both * own + sampler) / (problem.cluster.gpu.pcie * efficiency.pcie)}
+    directions = 1.0 if problem.adapter is not None else 2.0
+    trainer_bytes = local_bytes(problem, arrangement.train.layout, problem.precision.base)
+    sampler_bytes = local_bytes(problem, as_kept(arrangement.rollout.layout), problem.precision.sampler)
+    return {
+        "base": (directions * trainer_bytes + sampler_bytes) / (problem.cluster.gpu.pcie * efficiency.pcie)
+    }
 
 
 def local_bytes(problem: Problem, layout: Layout, dtype: DType) -> float:
-    """Base weights of the fullest rank."""
+    """Return the bytes of base weights on the fullest rank."""
     stages = (stage_elements(problem.config, None, layout, stage) for stage in range(layout.pipeline))
     return max(weight_bytes(elements, dtype, layout.shard) for elements in stages)

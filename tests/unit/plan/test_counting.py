@@ -331,7 +331,7 @@ def test_a_step_of_decoding_reads_what_is_kept() -> None:
     assert experts == elements.experts * DType.INT4.num_bytes
     plain = 2 * (elements.routers + elements.vectors + elements.ends / 2) + 4 * elements.untrained
     assert dense == pytest.approx(elements.matrices * DType.INT4.num_bytes + plain)
-    assert step._adapter_bytes() == 2 * elements.adapters
+    assert step._count_adapter_bytes() == 2 * elements.adapters
 
 
 # ---- one base
