@@ -1,4 +1,4 @@
-"""``ostinato plan``: what fits, what is fastest, what it costs; from a config.json alone, without torch.
+"""``ostinato plan``: the layouts that fit, their speed and their cost, from a config.json and without torch.
 
 options -> PlanRequest (request) -> plan.search -> the answer and tables here, or one JSON object
 """
@@ -58,7 +58,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 def command(arguments: Sequence[str]) -> None:
-    """``ostinato plan fit`` learns from runs, anything else plans a model."""
+    """Run ``ostinato plan fit``, which learns from runs, or plan a model."""
     if list(arguments[:1]) == ["fit"]:
         fit_app(args=list(arguments[1:]), prog_name="ostinato plan fit")
     app(args=list(arguments), prog_name="ostinato plan")
@@ -83,15 +83,15 @@ def plan(
     ] = None,
 ) -> None:
     """Rank parallel layouts of trainer and sampler by memory and time."""
-    started = time.perf_counter()
+    start_time = time.perf_counter()
     if start and str(json_file) == "-":
         raise ValueError("--launch and --json - both write to standard output; give --json a file")
-    ranking, request = _answer(ask(model, gpus, options), least=least)
+    ranking, request = _rank_plans(ask(model, gpus, options), least=least)
     best = ranking.plans[0]
     if run is not None:
         file = run if run.suffix == ".json" else RunFolder.open(run).path / FILE
         atomic_write(file, json.dumps(plan_json(request, best), indent=1).encode())
-    seconds = time.perf_counter() - started
+    seconds = time.perf_counter() - start_time
     if json_file is not None:
         text = to_json(as_json(request, ranking, top) | {"plan_seconds": round(seconds, 3)})
         if str(json_file) == "-":
@@ -105,56 +105,60 @@ def plan(
     typer.echo(f"Searched {ranking.tried} setups in {seconds:.1f} s on one CPU core. {ON_GPUS}.")
 
 
-def _answer(request: PlanRequest, *, least: bool) -> tuple[Ranking, PlanRequest]:
-    """The ranking, and the question with the cluster that it is of; plans that Ostinato can start come first,
-    fastest first, then the others alike. Raises ValueError where nothing fits."""
+def _rank_plans(request: PlanRequest, *, least: bool) -> tuple[Ranking, PlanRequest]:
+    """Return the ranking, and the request with the cluster of the ranking. Plans that Ostinato can start come
+    first, then the others, each fastest first. Raises ValueError where nothing fits."""
     problem = request.problem
     if least:
-        fewest = smallest(problem, request.clock, request.allowed)
-        if fewest is None:
+        smallest_ranking = smallest(problem, request.clock, request.allowed)
+        if smallest_ranking is None:
             gpu = problem.cluster.gpu.name
             raise ValueError(f"{problem.model.name} fits on no cluster of up to 1024 {gpu}")
-        problem = replace(problem, cluster=resize(problem.cluster, fewest.plans[0].arrangement.num_gpus))
-        ranking = fewest
+        problem = replace(
+            problem, cluster=resize(problem.cluster, smallest_ranking.plans[0].arrangement.num_gpus)
+        )
+        ranking = smallest_ranking
     else:
         ranking = search(problem, request.clock, request.allowed)
         if not ranking.plans:
             raise ValueError(nothing_fits(problem, ranking))
-    plans = tuple(sorted(ranking.plans, key=lambda one: bool(launch.list_lacks(problem, one.arrangement))))
+    plans = tuple(sorted(ranking.plans, key=lambda plan: bool(launch.list_lacks(problem, plan.arrangement))))
     return replace(ranking, plans=plans), replace(request, problem=problem)
 
 
 def nothing_fits(problem: Problem, ranking: Ranking) -> str:
-    """One sentence: which phase misses by how much, and what would help."""
+    """Describe in a sentence which phase misses by how much, and what would help."""
     reasons = []
-    for phase, near in ranking.near.items():
-        over = near.memory.total - limit(problem)
-        term = max(near.memory.terms, key=lambda name: near.memory.terms[name])
+    for phase, candidate in ranking.near.items():
+        excess = candidate.memory.total - limit(problem)
+        term = max(candidate.memory.terms, key=lambda name: candidate.memory.terms[name])
         reasons.append(
-            f"{phase} misses by {over / GB:.1f} GB at best ({near.setup.layout}, mostly {term} "
-            f"{near.memory.terms[term] / GB:.1f})"
+            f"{phase} misses by {excess / GB:.1f} GB at best ({candidate.setup.layout}, mostly {term} "
+            f"{candidate.memory.terms[term] / GB:.1f})"
         )
     reasons = reasons or [f"{base}: {why}" for base, why in ranking.reasons.items()]
-    what = f"{problem.model.name} on {problem.cluster.num_gpus} x {problem.cluster.gpu.name}"
+    subject = f"{problem.model.name} on {problem.cluster.num_gpus} x {problem.cluster.gpu.name}"
     fix = "use more GPUs (--smallest finds how many), a smaller --max-answer or --lora-rank"
-    return f"{what} does not fit: {'; '.join(reasons) or 'no layout divides the model'}; {fix}"
+    return f"{subject} does not fit: {'; '.join(reasons) or 'no layout divides the model'}; {fix}"
 
 
 def question(request: PlanRequest) -> dict[str, str]:
-    """Everything that a plan depends on, defaults as well, in words."""
+    """Return everything that a plan depends on, with defaults, in words."""
     problem = request.problem
     config, work, precision, cluster = problem.config, problem.work, problem.precision, problem.cluster
-    gpu, spec, whole = cluster.gpu, problem.adapter, stage_elements(config, problem.adapter, Layout(), 0)
-    total, moe = whole.trainable + whole.untrained, config.moe
-    idle = whole.experts * (1 - moe.top_k / moe.num_experts) if moe else 0.0
+    gpu, spec, elements = cluster.gpu, problem.adapter, stage_elements(config, problem.adapter, Layout(), 0)
+    total, moe = elements.trainable + elements.untrained, config.moe
+    idle = elements.experts * (1 - moe.top_k / moe.num_experts) if moe else 0.0
     cache = kv_values(config, latent=problem.sampler.latent_kv) * precision.kv.num_bytes
-    trained = "all parameters"
+    trained_text = "all parameters"
     if spec is not None:
         scheme = f", experts {spec.expert_scheme}" if moe else ""
-        trained = f"LoRA r={spec.rank} on {', '.join(spec.targets)}{scheme}: {whole.adapters / 1e6:,.1f}M"
+        trained_text = (
+            f"LoRA r={spec.rank} on {', '.join(spec.targets)}{scheme}: {elements.adapters / 1e6:,.1f}M"
+        )
     return {
         "model": f"{problem.model.name}: {total / 1e9:,.2f}B parameters, {(total - idle) / 1e9:,.2f}B active",
-        "trained": trained,
+        "trained": trained_text,
         "precision": f"base {precision.base}, sampler {precision.sampler}, compute {precision.compute}, "
         f"gradients {precision.gradient}, master {precision.master}, moments {precision.moments}",
         "work": f"{work.prompts} prompts x {work.group} answers, prompt {work.prompt_tokens}, answers mean "
@@ -173,28 +177,28 @@ def question(request: PlanRequest) -> dict[str, str]:
 
 
 def cost(problem: Problem, plan: Plan) -> float:
-    """Of one RL step, in the currency of the price."""
+    """Return the cost of an RL step, in the currency of the price."""
     return plan.arrangement.num_gpus * problem.cluster.gpu.price * plan.times.total / HOUR
 
 
 def shown(problem: Problem, ranking: Ranking, top: int) -> tuple[list[Plan], int]:
-    """``top`` plans that Ostinato can start, and as many of the others; how many can be started."""
-    ready = [plan for plan in ranking.plans if not launch.list_lacks(problem, plan.arrangement)]
-    first = distinct(ready, top)
-    return first + distinct(ranking.plans[len(ready) :], top), len(first)
+    """Return (``top`` plans that Ostinato can start and as many of the others, how many can be started)."""
+    startable = [plan for plan in ranking.plans if not launch.list_lacks(problem, plan.arrangement)]
+    first_plans = distinct(startable, top)
+    return first_plans + distinct(ranking.plans[len(startable) :], top), len(first_plans)
 
 
-# ---- what is printed
+# ---- output
 
 
 def answer(problem: Problem, plan: Plan) -> Iterator[str]:
-    """The plan in sentences: who trains and samples where, hours and money of the run, memory."""
+    """Yield the plan in sentences: layouts and GPUs, hours and money of the run, memory."""
     a, times, work = plan.arrangement, plan.times, problem.work
     base = "on GPUs of their own" if a.placement == Placement.APART else f"colocated, base {a.base}"
-    again = ", recomputed" if a.train.recompute else ""
+    recompute = ", recomputed" if a.train.recompute else ""
     yield (
         f"[bold]{a.num_gpus} x {problem.cluster.gpu.name}[/bold], {base}: train {a.train.layout} "
-        f"({in_words(a.train.layout)}; microbatches of {a.train.microbatch:,} rows{again}), sample "
+        f"({in_words(a.train.layout)}; microbatches of {a.train.microbatch:,} rows{recompute}), sample "
         f"{a.rollout.layout} ({in_words(a.rollout.layout)}; {a.rollout.sequences} sequences at once each)"
     )
     hours, dollars = times.total * work.steps / HOUR, cost(problem, plan) * work.steps
@@ -213,7 +217,7 @@ def answer(problem: Problem, plan: Plan) -> Iterator[str]:
 
 
 def in_words(layout: Layout) -> str:
-    """ "8 data x 2 tensor, experts over 16"."""
+    """Return "8 data x 2 tensor, experts over 16"."""
     sizes = {"data": layout.data, "tensor": layout.tensor, "context": layout.context}
     sizes |= {"pipeline": layout.pipeline}
     words = " x ".join(f"{size} {name}" for name, size in sizes.items() if size > 1) or "one rank"
@@ -223,33 +227,37 @@ def in_words(layout: Layout) -> str:
 
 
 def print_answer(console: Console, request: PlanRequest, ranking: Ranking, top: int) -> None:
-    """The first plan in sentences, then the table of plans (those that Ostinato cannot start under a heading
-    of their own, with what it lacks), memory and time of the first, and what was requested."""
-    problem, (plans, ready) = request.problem, shown(request.problem, ranking, top)
+    """Print the first plan in sentences, then the table of plans (those that Ostinato cannot start under a
+    heading of their own, with what it lacks), memory and time of the first plan, and the request."""
+    problem, (plans, num_startable) = request.problem, shown(request.problem, ranking, top)
     for line in answer(problem, plans[0]):
         console.print(line)
     console.print(f"[bold]binding[/bold] {describe_limit(problem, plans[0])}")
-    if ready:
-        console.print(_plans(problem, "plans", plans[:ready]))
-    if plans[ready:]:
-        console.print(_plans(problem, "what Ostinato cannot start yet", plans[ready:], first=ready + 1))
+    if num_startable:
+        console.print(_make_plan_table(problem, "plans", plans[:num_startable]))
+    if plans[num_startable:]:
+        console.print(
+            _make_plan_table(
+                problem, "what Ostinato cannot start yet", plans[num_startable:], first=num_startable + 1
+            )
+        )
     numbers: dict[str, list[str]] = {}
     for number, plan in enumerate(plans[1:], start=2):
         console.print(f"{number} is {why_lost(plans[0], plan)}")
         for reason in launch.list_lacks(problem, plan.arrangement):
             numbers.setdefault(reason, []).append(str(number))
-    for reason, of in numbers.items():
-        console.print(f"{', '.join(of)}: Ostinato lacks {reason}")
+    for reason, plan_numbers in numbers.items():
+        console.print(f"{', '.join(plan_numbers)}: Ostinato lacks {reason}")
     for base, why in ranking.reasons.items():
         console.print(f"[bold]{base}[/bold] is not possible: {why}")
-    console.print(_memory(problem, plans[0]), _time(plans[0]))
-    asked = Table("", "", title="for", show_header=False, box=None, title_justify="left")
+    console.print(_make_memory_table(problem, plans[0]), _make_time_table(plans[0]))
+    question_table = Table("", "", title="for", show_header=False, box=None, title_justify="left")
     for name, value in question(request).items():
-        asked.add_row(name, value)
-    console.print(asked)
+        question_table.add_row(name, value)
+    console.print(question_table)
 
 
-def _table(title: str, *columns: str) -> Table:
+def _make_table(title: str, *columns: str) -> Table:
     table = Table(
         title=title, box=rich.box.SIMPLE_HEAD, padding=(0, 1), show_edge=False, title_justify="left"
     )
@@ -258,8 +266,10 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _plans(problem: Problem, title: str, plans: Sequence[Plan], first: int = 1) -> Table:
-    table = _table(title, "", "train", "rollout", "base", "rows", "seq", "GB", "left", "s/step", "$/step")
+def _make_plan_table(problem: Problem, title: str, plans: Sequence[Plan], first: int = 1) -> Table:
+    table = _make_table(
+        title, "", "train", "rollout", "base", "rows", "seq", "GB", "left", "s/step", "$/step"
+    )
     for number, plan in enumerate(plans, start=first):
         a, worst = plan.arrangement, plan.memory[plan.fullest()]
         table.add_row(
@@ -277,8 +287,8 @@ def _plans(problem: Problem, title: str, plans: Sequence[Plan], first: int = 1) 
     return table
 
 
-def _memory(problem: Problem, plan: Plan) -> Table:
-    table = _table("GB on the fullest GPU", "term", *(str(phase) for phase in plan.memory))
+def _make_memory_table(problem: Problem, plan: Plan) -> Table:
+    table = _make_table("GB on the fullest GPU", "term", *(str(phase) for phase in plan.memory))
     phases = plan.memory.values()
     for name in dict.fromkeys(name for phase in phases for name in phase.terms):
         sizes = [phase.terms.get(name, 0.0) for phase in phases]
@@ -290,13 +300,13 @@ def _memory(problem: Problem, plan: Plan) -> Table:
     return table
 
 
-def _time(plan: Plan) -> Table:
+def _make_time_table(plan: Plan) -> Table:
     times = plan.times
     low, high = times.total * times.low, times.total * times.high
     title = f"seconds of a step: {times.total:.1f} ({low:.1f} to {high:.1f})"
-    table = _table(title, "phase", "term", "s")
+    table = _make_table(title, "phase", "term", "s")
     for part, terms in times.terms.items():
-        for term, seconds in sorted(terms.items(), key=lambda one: -one[1]):
+        for term, seconds in sorted(terms.items(), key=lambda item: -item[1]):
             if seconds >= 0.0005:
                 table.add_row(part, term, f"{seconds:.3f}")
     if times.overlapped:
@@ -305,7 +315,7 @@ def _time(plan: Plan) -> Table:
 
 
 def as_json(request: PlanRequest, ranking: Ranking, top: int) -> dict[str, Any]:
-    """Everything that is printed, in bytes and seconds."""
+    """Return everything that is printed, in bytes and seconds."""
     problem, (plans, _) = request.problem, shown(request.problem, ranking, top)
     return {
         "question": question(request),
@@ -321,8 +331,8 @@ def as_json(request: PlanRequest, ranking: Ranking, top: int) -> dict[str, Any]:
 
 
 def plan_json(request: PlanRequest, plan: Plan) -> dict[str, Any]:
-    """A plan as ``--json`` prints it and a run folder keeps it (``fit.FILE``), where a report puts it beside
-    what was measured."""
+    """Return a plan as ``--json`` prints it and a run folder keeps it (``fit.FILE``), where a report compares
+    it with the measurements."""
     problem, a, times = request.problem, plan.arrangement, plan.times
     cluster = problem.cluster
     return {
@@ -339,8 +349,13 @@ def plan_json(request: PlanRequest, plan: Plan) -> dict[str, Any]:
         "sequences": a.rollout.sequences,
         "tokens": problem.work.trained_tokens,  # sampled in a step
         "memory": {
-            str(phase): {"terms": dict(one.terms), "total": one.total, "stage": one.stage, "host": one.host}
-            for phase, one in plan.memory.items()
+            str(phase): {
+                "terms": dict(memory.terms),
+                "total": memory.total,
+                "stage": memory.stage,
+                "host": memory.host,
+            }
+            for phase, memory in plan.memory.items()
         },
         "seconds": {part: dict(terms) for part, terms in times.terms.items()},
         "factors": dict(request.clock.factors),  # of phases, with which the seconds were made
@@ -350,13 +365,14 @@ def plan_json(request: PlanRequest, plan: Plan) -> dict[str, Any]:
         "price_per_gpu_hour": cluster.gpu.price,
         "cost_per_step": cost(problem, plan),
         "cost_of_run": cost(problem, plan) * problem.work.steps,
-        "traffic": {"/".join(key): sent.bytes for key, sent in step_traffic(problem, a).items()},
+        "traffic": {"/".join(key): message.bytes for key, message in step_traffic(problem, a).items()},
         "refit_bytes": refit_bytes(problem, a),
     }
 
 
 def place_experts(run: Path, ranks: int, out: Path, *, nodes: int = 1, current: Path | None = None) -> None:
-    """Read, place, write, print. Raises ValueError for a run without routes, or ranks that do not fit."""
+    """Place the experts of a run by its routes, write and print the placement. Raises ValueError for a run
+    without routes, or ranks that do not fit."""
     from ostinato.config import Recipe
     from ostinato.model.hf import read_config
     from ostinato.model.named import model_folder
@@ -375,18 +391,18 @@ def place_experts(run: Path, ranks: int, out: Path, *, nodes: int = 1, current: 
     windows = np.stack([expert_loads(route, config.moe.num_experts) for route in routes])
     layers, experts = windows.shape[1:]
     neighbours = contiguous(layers, experts, ranks)
-    after = place(windows[::2].sum(0), ranks, nodes=nodes)
-    owners = {"neighbours": neighbours, "placed": after}
+    placement = place(windows[::2].sum(0), ranks, nodes=nodes)
+    owners = {"neighbours": neighbours, "placed": placement}
     if current is not None:
         owners["current"] = owner_of(read_placement(current, ranks))
-    _print(windows[1::2].sum(0), owners, ranks)
-    write_placement(out, placed_experts(after, ranks))
+    _print_imbalance(windows[1::2].sum(0), owners, ranks)
+    write_placement(out, placed_experts(placement, ranks))
     print(f"wrote {out}: use it with parallel.placement={out}")
 
 
-def _print(judged: np.ndarray, owners: Mapping[str, np.ndarray], ranks: int) -> None:
+def _print_imbalance(loads: np.ndarray, owners: Mapping[str, np.ndarray], ranks: int) -> None:
     print(f"straggler factor (largest load of a rank / mean) under {ranks} expert ranks, judged by steps")
     print("that had no say in the placement:")
     for name, owner in owners.items():
-        uneven = imbalance(judged, owner, ranks)
-        print(f"  {name:<11} {uneven.straggler:.3f}, worst layer {uneven.worst_straggler:.3f}")
+        result = imbalance(loads, owner, ranks)
+        print(f"  {name:<11} {result.straggler:.3f}, worst layer {result.worst_straggler:.3f}")

@@ -19,13 +19,13 @@ from ostinato.parallel.memory import Training, fragmentation, weight_bytes
 
 
 def microbatches(problem: Problem, setup: Setup) -> int:
-    """Of one data rank in one optimizer step."""
+    """Return the number of microbatches of a data rank in an optimizer step."""
     work = problem.work
     return max(1, math.ceil(work.rows / work.updates / setup.layout.data / max(1, setup.microbatch)))
 
 
 def training(problem: Problem, setup: Setup) -> Training:
-    """The trainer of a setup."""
+    """Return the trainer of a setup, for ``parallel.memory``."""
     return Training(
         config=problem.config,
         adapter=problem.adapter,
@@ -39,19 +39,19 @@ def training(problem: Problem, setup: Setup) -> Training:
 
 
 def trainer_memory(problem: Problem, phase: Phase, setup: Setup) -> Memory:
-    """Of the fullest stage, without whatever a colocated sampler keeps."""
+    """Return the memory of the fullest stage, without that of a colocated sampler."""
     stage, terms = training(problem, setup).fullest(backward=phase == Phase.TRAIN)
     return Memory(terms={**terms, "context": problem.context}, stage=stage)
 
 
 def trainer_rest(problem: Problem, train: Setup, stage: int) -> dict[str, float]:
-    """What the trainer holds while it does not run: weights, adapters, optimizer; no gradients."""
+    """Return the trainer's bytes while it does not run: weights, adapters, optimizer; no gradients."""
     terms = training(problem, train).state(stage)
     return {name: size for name, size in terms.items() if name != "gradients"}
 
 
 def sampler_weights(problem: Problem, setup: Setup) -> dict[str, float]:
-    """Of a sampler: its weights, and adapters as its forward uses them."""
+    """Return the bytes of a sampler's weights, and of adapters in the form that its forward uses."""
     elements = stage_elements(problem.config, problem.adapter, as_kept(setup.layout), 0)
     terms = {"sampler weights": weight_bytes(elements, problem.precision.sampler)}
     if problem.adapter is not None:
@@ -60,19 +60,19 @@ def sampler_weights(problem: Problem, setup: Setup) -> dict[str, float]:
 
 
 def sampler_workspace(problem: Problem, setup: Setup) -> float:
-    """Bytes of a prefill pass and of the logits of all sequences."""
+    """Return the bytes of a prefill pass and of the logits of all sequences."""
     layout, sampler, hidden = setup.layout, problem.sampler, problem.config.hidden_size
     c, t = local(problem.config, as_kept(layout)), layout.tensor
     width = float(max(c.intermediate_size, c.num_heads * (c.head_dim + c.v_head_dim)))
     if c.moe is not None:
-        uneven = expected_straggler(c.moe.num_experts, layout.expert).high
-        width = max(width, uneven * c.moe.top_k * (hidden / t + c.moe.intermediate_size))
+        straggler = expected_straggler(c.moe.num_experts, layout.expert).high
+        width = max(width, straggler * c.moe.top_k * (hidden / t + c.moe.intermediate_size))
     rows = sampler.prefill_rows * (3 * width + 4 * hidden) * problem.precision.compute.num_bytes
     return rows + sampler.sequences * problem.config.vocab_size / t * FP32 * 2
 
 
 def kv_values(config: ModelConfig, *, latent: bool) -> int:
-    """Numbers that the cache keeps per token, over all layers; times bytes of its dtype.
+    """Return how many numbers the cache keeps per token, over all layers. Their bytes depend on its dtype.
 
     ``latent``: MLA caches its latent and the one rotary key (arXiv 2405.04434 section 2.1.2, as vLLM does);
     otherwise keys and values of all heads, as our own engine does.
@@ -83,43 +83,45 @@ def kv_values(config: ModelConfig, *, latent: bool) -> int:
 
 
 def kv_bytes(problem: Problem, setup: Setup) -> float:
-    """Of one token on one GPU. Latents are not cut by t, heads are."""
+    """Return the cache bytes of a token on a GPU. Latents are not cut by t, heads are."""
     latent = problem.sampler.latent_kv
-    cut = 1 if problem.config.mla is not None and latent else setup.layout.tensor
-    return kv_values(problem.config, latent=latent) / cut * problem.precision.kv.num_bytes
+    num_cuts = 1 if problem.config.mla is not None and latent else setup.layout.tensor
+    return kv_values(problem.config, latent=latent) / num_cuts * problem.precision.kv.num_bytes
 
 
 @lru_cache(maxsize=1024)
 def tokens_in_flight(work: Work, over: int = 1) -> float:
-    """Cached tokens per sequence in decoding, on average: its share of the prompt, which answers of a group
-    that are on one of ``over`` replicas have together, and of its answer what is there when most is (a batch
-    that starts together) or, with others in turn, E[L^2] / (2 E[L])."""
+    """Return the mean cached tokens per sequence in decoding: its share of the prompt, which a group's
+    answers on the same of ``over`` replicas have together, and a part of its answer. That part is the larger
+    of the most that is cached at once where all answers start together, and E[L^2] / (2 E[L]), where answers
+    follow each other."""
     lengths = sorted(work.answers)
     number = len(lengths)
-    together = max(length * (number - index) / number for index, length in enumerate(lengths))
-    in_turn = sum(length * length for length in lengths) / (2 * sum(lengths))
-    alike = min(work.group, max(1.0, work.num_answers / over)) if work.prompt_once else 1
-    return work.prompt_tokens / alike + max(together, in_turn)
+    peak_tokens = max(length * (number - index) / number for index, length in enumerate(lengths))
+    mean_tokens = sum(length * length for length in lengths) / (2 * sum(lengths))
+    num_sharing = min(work.group, max(1.0, work.num_answers / over)) if work.prompt_once else 1
+    return work.prompt_tokens / num_sharing + max(peak_tokens, mean_tokens)
 
 
 def sequences_for(problem: Problem, setup: Setup, free: float) -> int:
-    """How many sequences one data rank decodes at once in ``free`` bytes of cache; 0 where the longest one
-    that may occur does not fit."""
-    each, over = kv_bytes(problem, setup), setup.layout.data
-    if free < each * problem.work.longest:
+    """Return how many sequences a data rank decodes at once in ``free`` bytes of cache; 0 where the longest
+    sequence that may occur does not fit."""
+    token_bytes, replicas = kv_bytes(problem, setup), setup.layout.data
+    if free < token_bytes * problem.work.longest:
         return 0
-    fitting = int(free / (each * tokens_in_flight(problem.work, over)))
-    return min(problem.sampler.sequences, math.ceil(problem.work.num_answers / over), fitting)
+    max_sequences = int(free / (token_bytes * tokens_in_flight(problem.work, replicas)))
+    return min(problem.sampler.sequences, math.ceil(problem.work.num_answers / replicas), max_sequences)
 
 
 def cache_bytes(problem: Problem, setup: Setup) -> float:
-    """Of ``setup.sequences``, at least one of the longest."""
-    each = tokens_in_flight(problem.work, setup.layout.data)
-    return max(setup.sequences * each, problem.work.longest) * kv_bytes(problem, setup)
+    """Return the cache bytes of ``setup.sequences``, or of a longest sequence if that is more."""
+    sequence_tokens = tokens_in_flight(problem.work, setup.layout.data)
+    return max(setup.sequences * sequence_tokens, problem.work.longest) * kv_bytes(problem, setup)
 
 
 def sampler_memory(problem: Problem, setup: Setup, *, shared: float = 0.0) -> Memory:
-    """Of a sampler alone; ``shared``: bytes of the trainer's base that it reads instead of its own."""
+    """Return the memory of a sampler alone; ``shared``: bytes of the trainer's base that it reads in place of
+    its own weights."""
     terms = sampler_weights(problem, setup)
     if shared:
         terms = {"base weights": shared, **terms, "sampler weights": 0.0}
@@ -129,10 +131,10 @@ def sampler_memory(problem: Problem, setup: Setup, *, shared: float = 0.0) -> Me
 
 
 def shares_base(problem: Problem, train: Setup, rollout: Setup) -> str:
-    """Why trainer and sampler cannot read one copy of the base; empty where they can.
+    """Return why trainer and sampler cannot read the same copy of the base; "" where they can.
 
-    By the tensors they can where every GPU of the sampler needs a part of what the trainer keeps there, in an
-    engine that reads those of others. Which one does is another question (``maps_once``).
+    They can if every GPU of the sampler needs only tensors that the trainer keeps there, in an engine that
+    reads the tensors of others. ``maps_once`` tells which engine does.
     """
     a, b, precision = train.layout, as_kept(rollout.layout), problem.precision
     if problem.adapter is None:
@@ -153,50 +155,50 @@ def shares_base(problem: Problem, train: Setup, rollout: Setup) -> str:
 
 
 def maps_once(problem: Problem, train: Setup, rollout: Setup) -> bool:
-    """Does Ostinato hold one copy for both? Its own engine does, in the process that trains; vLLM keeps its
-    own weights."""
+    """Return whether Ostinato holds one copy for both. Its own engine does, in the process that trains; vLLM
+    keeps its own weights."""
     one_process = train.layout.world == rollout.layout.world == 1
     return problem.sampler.name == LOCAL and one_process and not shares_base(problem, train, rollout)
 
 
 def memory(problem: Problem, arrangement: Arrangement, phase: Phase, trained: Memory | None = None) -> Memory:
-    """Of the fullest GPU that takes part in ``phase``. ``trained``: ``trainer_memory`` of TRAIN, if known."""
+    """The memory of the fullest GPU in ``phase``. ``trained``: ``trainer_memory`` of TRAIN, if known."""
     setup, colocated = arrangement.setup(phase), arrangement.placement == Placement.COLOCATED
-    each, base = problem.cluster.per_node, arrangement.base
+    per_node, base = problem.cluster.per_node, arrangement.base
     if phase != Phase.ROLLOUT:
-        known = trained if phase == Phase.TRAIN else None
-        own = known or trainer_memory(problem, phase, setup)
+        known_memory = trained if phase == Phase.TRAIN else None
+        own_memory = known_memory or trainer_memory(problem, phase, setup)
         extra = sampler_weights(problem, arrangement.rollout) if colocated else {}
         copy = extra.get("sampler weights", 0.0)
         if base != Base.TWO:
             extra.pop("sampler weights", None)
-        host = each * (copy + own.terms["base weights"]) if base == Base.SWAPPED else 0.0
-        return Memory(terms={**own.terms, **extra}, stage=own.stage, host=host)
+        host = per_node * (copy + own_memory.terms["base weights"]) if base == Base.SWAPPED else 0.0
+        return Memory(terms={**own_memory.terms, **extra}, stage=own_memory.stage, host=host)
     if not colocated:
         return sampler_memory(problem, setup)
     train = arrangement.train
     stages = [trainer_rest(problem, train, stage) for stage in training(problem, train).stages()]
     rest = max(stages, key=lambda terms: sum(terms.values()))
     weights = rest.pop("base weights")
-    own = sampler_memory(problem, setup, shared=weights if base == Base.SHARED else 0.0)
+    own_memory = sampler_memory(problem, setup, shared=weights if base == Base.SHARED else 0.0)
     rest_terms = {f"trainer's {name}": size for name, size in rest.items()}
     if base == Base.TWO:
         rest_terms["trainer's base weights"] = weights
-    # both stay in host memory: what is frozen need not be written back
-    host = each * (weights + own.terms["sampler weights"]) if base == Base.SWAPPED else 0.0
-    return Memory(terms={**own.terms, **rest_terms}, host=host)
+    # Both stay in host memory, as frozen weights need not be written back.
+    host = per_node * (weights + own_memory.terms["sampler weights"]) if base == Base.SWAPPED else 0.0
+    return Memory(terms={**own_memory.terms, **rest_terms}, host=host)
 
 
 def limit(problem: Problem) -> float:
-    """Bytes of one GPU."""
+    """Return the bytes of a GPU."""
     return problem.cluster.gpu.memory
 
 
 def margin(problem: Problem, memory: Memory) -> float:
-    """Bytes of one GPU that are left; below 0 it does not fit."""
+    """Return the bytes of a GPU that are left; below 0 the memory does not fit."""
     return limit(problem) - memory.total
 
 
 def host_margin(problem: Problem, memory: Memory) -> float:
-    """Bytes of a node's memory that are left."""
+    """Return the bytes of a node's host memory that are left."""
     return problem.cluster.host_memory * problem.cluster.usable_host - memory.host

@@ -1,12 +1,12 @@
-"""The nouns of planning: what is requested (Problem), what is chosen (Setup, Arrangement), what it costs.
+"""The types of planning: the request (Problem), the choices (Setup, Arrangement) and their cost.
 
     Problem     model, what is trained, precisions, work of one RL step, cluster, sampler
-    Setup       how one phase runs: a layout, rows of a microbatch, recompute
+    Setup       how a phase runs: a layout, rows of a microbatch, recompute
     Arrangement two Setups, to train and to sample, on the same GPUs or apart, with one base or two
     Memory      bytes of the fullest GPU by term            Times   seconds by phase and term
 
-GB is 10^9 bytes. Rows are tokens that go through the layers. Nothing here computes: ``parallel.memory`` and
-``plan.memory`` count bytes that are kept, ``plan.traffic`` those that are sent, ``plan.time`` and
+GB is 10^9 bytes. Rows are tokens that go through the layers. This file computes nothing: ``parallel.memory``
+and ``plan.memory`` count bytes that are kept, ``plan.traffic`` bytes that are sent, ``plan.time`` and
 ``plan.sampling`` seconds; ``plan.search`` chooses.
 """
 
@@ -26,8 +26,8 @@ from ostinato.model.shapes import AdapterSpec
 from ostinato.parallel.layout import Layout
 from ostinato.parallel.memory import Precision
 
-CONTEXT = 3.0e9  # bytes of a GPU among others: 2 to 4 GB
-ALONE = 1.0e9  # of a GPU by itself, without NCCL
+CONTEXT = 3.0e9  # bytes on a GPU among others, where 2 to 4 GB are usual
+ALONE = 1.0e9  # bytes on a single GPU, without NCCL
 
 
 class Phase(StrEnum):
@@ -39,7 +39,7 @@ class Phase(StrEnum):
 
 
 class Placement(StrEnum):
-    """Which GPUs the phases run on."""
+    """The GPUs on which the phases run."""
 
     COLOCATED = "colocated"  # the same: phases take turns
     APART = "apart"  # some train, the others sample
@@ -50,12 +50,12 @@ class Base(StrEnum):
 
     SHARED = "shared"  # one copy in GPU memory, read by both
     TWO = "two copies"  # both stay in GPU memory
-    SWAPPED = "swapped"  # each phase finds its own copy, the other one waits in host memory
+    SWAPPED = "swapped"  # each phase has its own copy, and the other copy is in host memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """A model by its config.json alone."""
+    """A model, by its config.json alone."""
 
     name: str
     config: ModelConfig
@@ -63,7 +63,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """One RL step: ``prompts`` groups of ``group`` answers, and ``updates`` optimizer steps on them.
+    """An RL step: ``prompts`` groups of ``group`` answers, and ``updates`` optimizer steps on them.
 
     ``answers``: a sample of answer lengths in tokens, of any size; it stands for the distribution.
     """
@@ -87,17 +87,17 @@ class Work:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence that may occur."""
+        """The tokens of the longest sequence that may occur."""
         return self.prompt_tokens + self.max_answer
 
     @property
     def trained_tokens(self) -> float:
-        """Answer tokens of one RL step: rows of the loss."""
+        """The answer tokens of an RL step: rows of the loss."""
         return self.num_answers * self.mean_answer
 
     @property
     def rows(self) -> float:
-        """Rows of one forward over the whole batch."""
+        """The rows of a forward over the whole batch."""
         return self.trained_tokens + self.prompt_tokens * (
             self.prompts if self.prompt_once else self.num_answers
         )
@@ -105,7 +105,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampler:
-    """What the engine can do."""
+    """The abilities of the engine."""
 
     name: str = "vllm"
     latent_kv: bool = True  # MLA caches latents (vLLM); ours caches expanded keys and values
@@ -126,7 +126,7 @@ class Problem:
 
     @property
     def context(self) -> float:
-        """Bytes of a GPU that are taken beside tensors: CUDA context, cuBLAS workspaces, NCCL's buffers."""
+        """The bytes on a GPU beside tensors: CUDA context, cuBLAS workspaces, NCCL's buffers."""
         return CONTEXT if self.cluster.num_gpus > 1 else ALONE
 
     @property
@@ -136,22 +136,22 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """How one phase runs on ``layout.world`` GPUs.
+    """How a phase runs on ``layout.world`` GPUs.
 
-    ``microbatch``: rows of one microbatch of one data rank, over all its context and tensor ranks together;
-    of rollout 0. ``sequences``: those that one data rank decodes at once; of training 0.
+    ``microbatch``: rows of a microbatch of a data rank, over all its context and tensor ranks together; 0 in
+    rollout. ``sequences``: how many a data rank decodes at once; 0 in training.
     """
 
     layout: Layout
     microbatch: int = 0
-    recompute: bool = False  # every layer is run forward once more in backward; its input is kept
+    recompute: bool = False  # every layer runs forward once more in backward; only its input is kept
     sequences: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrangement:
-    """A setup of the trainer, which scores old log-probabilities too, and one of the sampler. Colocated, both
-    layouts have the same world size; apart, that of their part.
+    """A setup of the trainer, which also scores old log-probabilities, and a setup of the sampler. Colocated,
+    both layouts have the same world size; apart, each has that of its part.
 
     ``lag``: optimizer steps that the sampler may be behind; 0 is synchronous, and apart the phases overlap
     only with 1 or more.
@@ -174,7 +174,7 @@ class Arrangement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Bytes of the fullest GPU in one phase, by term, and what a node holds in host memory for it."""
+    """Bytes of the fullest GPU in a phase, by term, and bytes of a node's host memory for the phase."""
 
     terms: Mapping[str, float]
     stage: int = 0  # pipeline stage of the fullest GPU
@@ -187,10 +187,10 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Times:
-    """Seconds of one RL step, by phase ("train", "logprobs", "rollout", "refit", "switch") and in it by
+    """Seconds of an RL step, by phase ("train", "logprobs", "rollout", "refit", "switch") and in it by
     term ("compute", "tensor", "expert all-to-all", "bubble", ...), exposed seconds that add up.
 
-    ``low`` and ``high`` multiply the total: the band of what is not known (efficiencies).
+    ``low`` and ``high`` multiply the total: the band of unknown efficiencies.
     """
 
     terms: Mapping[str, Mapping[str, float]]
@@ -207,14 +207,14 @@ class Times:
 
 
 class Clock(Protocol):
-    """What search ranks by; ``plan.time`` has one with the cluster's rates."""
+    """The seconds by which search ranks; ``plan.time`` implements it with the cluster's rates."""
 
     def phase(self, problem: Problem, phase: Phase, setup: Setup) -> Mapping[str, float]:
-        """Exposed seconds of one phase of one RL step by term."""
+        """Return the exposed seconds of a phase of an RL step by term."""
         ...
 
     def step(self, problem: Problem, arrangement: Arrangement) -> Times:
-        """All phases, refit and switches of one RL step."""
+        """Return the seconds of all phases, refit and switches of an RL step."""
         ...
 
 
@@ -223,15 +223,15 @@ _ASSETS = Path(__file__).parents[2] / "assets"
 
 
 def known_models() -> tuple[str, ...]:
-    """The built-in names."""
+    """Return the built-in names."""
     packaged = (folder.parent.name for folder in _ASSETS.glob("*/config.json"))
     return tuple(sorted([*(file.stem for file in _MODELS.glob("*.json")), *packaged]))
 
 
 def find_model(name: str) -> Model:
-    """The model behind a built-in name ("kimi-k2", "asset:seed-moe"), a folder or a path to a config.json.
+    """Find the model of a built-in name ("kimi-k2", "asset:seed-moe"), a folder or a path to a config.json.
 
-    Raises ValueError, in one sentence, where there is none, or where its config.json is not supported.
+    Raises ValueError, in a sentence, where there is none, or where its config.json is not supported.
     """
     short = name.removeprefix("asset:").lower()
     if (file := _MODELS / f"{short}.json").is_file():
@@ -242,16 +242,16 @@ def find_model(name: str) -> Model:
     if path.is_dir():
         return Model(name=path.resolve().name, config=read_config(path))
     if path.is_file():
-        return Model(name=path.resolve().parent.name, config=_read(path))
+        return Model(name=path.resolve().parent.name, config=_read_config(path))
     if (base := short.rpartition("/")[2]) in known_models():  # a hub name
         return find_model(base)
-    near = difflib.get_close_matches(base, known_models(), n=1, cutoff=0.8)
-    known = f"the built-in ones are {', '.join(known_models())}"
-    fix = f"did you mean {near[0]}?" if near else f"give its config.json or folder; {known}"
+    matches = difflib.get_close_matches(base, known_models(), n=1, cutoff=0.8)
+    hint = f"the built-in ones are {', '.join(known_models())}"
+    fix = f"did you mean {matches[0]}?" if matches else f"give its config.json or folder; {hint}"
     raise ValueError(f"model is {name!r}, no built-in name and no config.json; {fix}")
 
 
-def _read(path: Path) -> ModelConfig:
+def _read_config(path: Path) -> ModelConfig:
     try:
         raw = parse_json(path.read_bytes())
     except ValueError as error:

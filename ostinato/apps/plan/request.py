@@ -22,39 +22,39 @@ from ostinato.parallel.gpus import GB
 from ostinato.parallel.layout import Layout
 from ostinato.parallel.memory import DType, Precision
 
-SPREAD = 0.8  # of ln length: reasoning answers before they are cut off; measured lengths are better
+SPREAD = 0.8  # of ln length, for reasoning answers before they are cut off; measured lengths are better
 NUMBER = 256
 
 
 def lognormal_lengths(
     mean: float, most: int, *, spread: float = SPREAD, number: int = NUMBER
 ) -> tuple[int, ...]:
-    """``number`` equally likely quantiles of a lognormal, none above ``most``, whose mean is ``mean`` within
-    a token. Raises ValueError for a mean that the limit does not leave room for."""
+    """Return ``number`` equally likely quantiles of a lognormal, none above ``most``, whose mean is ``mean``
+    within a token. Raises ValueError for a mean above the limit."""
     if not 1 <= mean <= most:
         raise ValueError(f"answer-tokens is {mean:g}; use 1 to max-answer ({most})")
     normal = NormalDist()
     shape = [math.exp(spread * normal.inv_cdf((index + 0.5) / number)) for index in range(number)]
 
-    def lengths(scale: float) -> list[float]:
-        return [min(most, max(1.0, scale * one)) for one in shape]
+    def scale_lengths(scale: float) -> list[float]:
+        return [min(most, max(1.0, scale * value)) for value in shape]
 
     low, high = 1e-6, most / shape[0]
     for _ in range(100):
         middle = (low * high) ** 0.5
-        low, high = (middle, high) if sum(lengths(middle)) < mean * number else (low, middle)
-    return tuple(max(1, round(length)) for length in lengths(high))
+        low, high = (middle, high) if sum(scale_lengths(middle)) < mean * number else (low, middle)
+    return tuple(max(1, round(length)) for length in scale_lengths(high))
 
 
 def read_lengths(path: Path) -> tuple[int, ...]:
-    """Measured lengths: a JSON list of positive whole numbers. Raises ValueError, in one sentence."""
+    """Read measured lengths: a JSON list of positive whole numbers. Raises ValueError, in a sentence."""
     try:
-        read = parse_json(path.read_text(encoding="utf-8"))
+        lengths = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"answers is {path}, which cannot be read ({error}); give a JSON list") from error
-    if not isinstance(read, list) or not read or not all(isinstance(n, int) and n > 0 for n in read):
+    if not isinstance(lengths, list) or not lengths or not all(isinstance(n, int) and n > 0 for n in lengths):
         raise ValueError(f"answers is {path}; it must hold a JSON list of lengths in tokens")
-    return tuple(read)
+    return tuple(lengths)
 
 
 BASES = {"shared": Base.SHARED, "two": Base.TWO, "swapped": Base.SWAPPED}
@@ -63,7 +63,7 @@ UNMEASURED = "data sheets, nothing measured"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What may be requested beside the model and the cluster; every default is printed with the answer."""
+    """The options beside the model and the cluster. Every default is printed with the answer."""
 
     lora_rank: Annotated[int, typer.Option(min=1, help="Rank of the adapters.")] = 32
     expert_rank: Annotated[int, typer.Option(min=0, help="Of those on experts; 0: the same.")] = 0
@@ -103,16 +103,16 @@ plan_options = options_of(Options, "options")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """A question and how it may be answered."""
+    """A problem, and the bounds and the clock of the search."""
 
     problem: Problem
     allowed: Allowed
     clock: Roofline
-    measured: str  # where efficiency factors come from
+    measured: str  # the source of efficiency factors
 
 
 def ask(model: str, gpus: str, options: Options) -> PlanRequest:
-    """Raises ValueError naming an option that cannot be."""
+    """Make the request. Raises ValueError, which names an option with a wrong value."""
     cluster, engine = parse_cluster(gpus), options.engine
     if options.price:
         cluster = replace(cluster, gpu=replace(cluster.gpu, price=options.price))
@@ -139,7 +139,7 @@ def ask(model: str, gpus: str, options: Options) -> PlanRequest:
         model=find_model(model),
         adapter=None if options.full else adapter,
         precision=Precision(base=options.base, sampler=options.sampler or options.base),
-        work=_work(options),
+        work=_make_work(options),
         cluster=cluster,
         sampler=Sampler(name=engine, latent_kv=engine == "vllm"),
     )
@@ -153,13 +153,13 @@ def ask(model: str, gpus: str, options: Options) -> PlanRequest:
     factors = read_factors(factors_file(cluster.gpu.name))
     if factors is None:
         return PlanRequest(problem=problem, allowed=allowed, clock=Roofline(), measured=UNMEASURED)
-    measured = f"data sheets, phases by factors of {factors.runs} runs"
+    source = f"data sheets, phases by factors of {factors.runs} runs"
     return PlanRequest(
-        problem=problem, allowed=allowed, clock=Roofline(factors=factors.phases), measured=measured
+        problem=problem, allowed=allowed, clock=Roofline(factors=factors.phases), measured=source
     )
 
 
-def _work(options: Options) -> Work:
+def _make_work(options: Options) -> Work:
     if options.answers is not None:
         lengths = read_lengths(options.answers)
     else:

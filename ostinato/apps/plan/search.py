@@ -1,11 +1,11 @@
-"""Which arrangement is fastest among those that fit, what binds it, and why the others lost.
+"""Find the fastest arrangement that fits, what limits it, and why the others are slower.
 
     layouts of each phase --memory--> those that fit --seconds--> ranked
         --pairs of trainer and sampler: one base, two copies, swapped--> fit together
         --cache that is left decides how many sequences decode at once--> seconds of the step --> ranked
 
-Every sampler meets the fastest and the leanest of the trainer (``BREADTH`` of each), and for a shared base
-all that can share; a test compares with every pair on a small cluster.
+Every setup of the sampler is paired with the fastest and the leanest setups of the trainer (``BREADTH`` of
+each), and for a shared base with all that can share. A test compares with every pair on a small cluster.
 """
 
 from __future__ import annotations
@@ -34,29 +34,33 @@ from ostinato.parallel.elements import stage_elements
 from ostinato.parallel.gpus import GB
 from ostinato.parallel.layout import Layout
 
-BREADTH = 24  # setups of the trainer, so many of the fastest and of the leanest, that meet every sampler's
-FINAL = 16  # arrangements for each way to hold the base whose whole step is priced
+BREADTH = 24  # of the fastest and of the leanest setups of the trainer, for pairs with all of the sampler
+FINAL = 16  # arrangements for each way to hold the base, of which the whole step is priced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allowed:
-    """What the search may use."""
+    """The placements, bases and layouts that the search may use."""
 
     placements: tuple[Placement, ...] = (Placement.COLOCATED,)
     bases: tuple[Base, ...] = (Base.SHARED, Base.TWO, Base.SWAPPED)
     lag: int = 0  # optimizer steps that a sampler apart may be behind
-    train_layout: Layout | None = None  # only this one
+    train_layout: Layout | None = None  # None: any
     rollout_layout: Layout | None = None
 
     def layouts(self, problem: Problem, world: int, phase: Phase) -> Iterator[Layout]:
-        """Those of a phase on ``world`` ranks."""
-        only = self.rollout_layout if phase == Phase.ROLLOUT else self.train_layout
-        return layouts(problem, world, phase) if only is None else iter((only,) * (only.world == world))
+        """Return the layouts of a phase on ``world`` ranks."""
+        requested_layout = self.rollout_layout if phase == Phase.ROLLOUT else self.train_layout
+        return (
+            layouts(problem, world, phase)
+            if requested_layout is None
+            else iter((requested_layout,) * (requested_layout.world == world))
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One setup of one phase, alone on its GPUs."""
+    """A setup of a phase, alone on its GPUs."""
 
     setup: Setup
     memory: Memory
@@ -65,7 +69,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """An arrangement with all that it costs."""
+    """An arrangement with its memory and time."""
 
     arrangement: Arrangement
     memory: Mapping[Phase, Memory]
@@ -77,23 +81,23 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranking:
-    """What a search came to. ``near``: of each phase of which nothing fits, what missed by least."""
+    """The result of a search. ``near``: of each phase in which nothing fits, the nearest candidate."""
 
     plans: tuple[Plan, ...]  # fastest first
     tried: int  # setups
     near: Mapping[Phase, Candidate]
-    reasons: Mapping[Base, str] = field(default_factory=dict)  # why a way to hold the base came to nothing
+    reasons: Mapping[Base, str] = field(default_factory=dict)  # why no pair of a base fits
 
 
 def search(problem: Problem, clock: Clock, allowed: Allowed | None = None) -> Ranking:
-    """Ranked plans for all GPUs of the cluster; none in ``plans`` where nothing fits. Raises ValueError for a
-    layout that was requested and that model, engine or number of GPUs do not have."""
+    """Rank plans for all GPUs of the cluster; ``plans`` is empty where nothing fits. Raises ValueError for a
+    requested layout that does not suit the model, the engine or the number of GPUs."""
     allowed = allowed or Allowed()
-    _refuse(problem, allowed)
-    worlds = list(_worlds(problem, allowed))
+    _refuse_layouts(problem, allowed)
+    worlds = list(_list_worlds(problem, allowed))
     if not worlds:
-        raise ValueError(_no_world(problem, allowed))
-    rankings = [_rank(problem, clock, allowed, *world) for world in worlds]
+        raise ValueError(_explain_no_world(problem, allowed))
+    rankings = [_rank_world(problem, clock, allowed, *world) for world in worlds]
     plans = sorted(
         (plan for ranking in rankings for plan in ranking.plans), key=lambda plan: plan.times.total
     )
@@ -101,8 +105,8 @@ def search(problem: Problem, clock: Clock, allowed: Allowed | None = None) -> Ra
     return replace(next(best, rankings[0]), plans=tuple(plans))
 
 
-def _refuse(problem: Problem, allowed: Allowed) -> None:
-    """Raise ValueError, in one sentence, for a layout that model or engine do not have."""
+def _refuse_layouts(problem: Problem, allowed: Allowed) -> None:
+    """Raise ValueError, in a sentence, for a requested layout that does not suit the model or the engine."""
     try:
         name = "train-layout"
         if allowed.train_layout is not None:
@@ -115,90 +119,97 @@ def _refuse(problem: Problem, allowed: Allowed) -> None:
         raise ValueError(f"{name}: {error}") from None
 
 
-def _no_world(problem: Problem, allowed: Allowed) -> str:
-    given = {"train-layout": allowed.train_layout, "rollout-layout": allowed.rollout_layout}
-    requested = [f"{name} is {layout} of {layout.world} ranks" for name, layout in given.items() if layout]
+def _explain_no_world(problem: Problem, allowed: Allowed) -> str:
+    layout_options = {"train-layout": allowed.train_layout, "rollout-layout": allowed.rollout_layout}
+    requests = [
+        f"{name} is {layout} of {layout.world} ranks" for name, layout in layout_options.items() if layout
+    ]
     free = replace(allowed, train_layout=None, rollout_layout=None)
-    ways = [f"{train} train and {rollout} sample" for train, rollout, _ in _worlds(problem, free)]
+    ways = [f"{train} train and {rollout} sample" for train, rollout, _ in _list_worlds(problem, free)]
     return (
-        f"{' and '.join(requested)}, but of {problem.cluster.num_gpus} GPUs {' or '.join(ways)}; use as many "
+        f"{' and '.join(requests)}, but of {problem.cluster.num_gpus} GPUs {' or '.join(ways)}; use as many "
         "ranks, or other GPUs"
     )
 
 
-def _worlds(problem: Problem, allowed: Allowed) -> Iterator[tuple[int, int, Placement]]:
-    """(ranks that train, ranks that sample, where), but for those of which the requested layouts are not."""
+def _list_worlds(problem: Problem, allowed: Allowed) -> Iterator[tuple[int, int, Placement]]:
+    """Yield (ranks that train, ranks that sample, placement) of splits that suit the requested layouts."""
     total = problem.cluster.num_gpus
-    divided = [(total, total, Placement.COLOCATED)] if Placement.COLOCATED in allowed.placements else []
+    splits = [(total, total, Placement.COLOCATED)] if Placement.COLOCATED in allowed.placements else []
     if Placement.APART in allowed.placements:
         unit = problem.cluster.per_node if problem.cluster.nodes > 1 else 1
         parts = {max(unit, round(total * share / unit) * unit) for share in (0.25, 0.5, 0.75)}
-        divided += [(part, total - part, Placement.APART) for part in sorted(parts) if 0 < part < total]
-    for train, rollout, placement in divided:
-        requested = ((allowed.train_layout, train), (allowed.rollout_layout, rollout))
-        if all(layout is None or layout.world == ranks for layout, ranks in requested):
+        splits += [(part, total - part, Placement.APART) for part in sorted(parts) if 0 < part < total]
+    for train, rollout, placement in splits:
+        layout_ranks = ((allowed.train_layout, train), (allowed.rollout_layout, rollout))
+        if all(layout is None or layout.world == ranks for layout, ranks in layout_ranks):
             yield train, rollout, placement
 
 
-def _rank(
+def _rank_world(
     problem: Problem, clock: Clock, allowed: Allowed, train: int, rollout: int, placement: Placement
 ) -> Ranking:
-    """Plans of one way to divide the GPUs."""
-    trained, sampled = trainers(problem, clock, allowed, train), samplers(problem, clock, allowed, rollout)
-    pairs, reasons = _pairs(problem, clock, allowed, trained.fit, sampled.fit, placement)
-    plans = [plan for pair in pairs if (plan := _plan(problem, clock, pair)) is not None]
-    sieves = {Phase.TRAIN: trained, Phase.ROLLOUT: sampled}
+    """Rank the plans of a way to divide the GPUs."""
+    train_sieve, rollout_sieve = (
+        trainers(problem, clock, allowed, train),
+        samplers(problem, clock, allowed, rollout),
+    )
+    pairs, reasons = _match_pairs(problem, clock, allowed, train_sieve.fit, rollout_sieve.fit, placement)
+    plans = [plan for pair in pairs if (plan := _make_plan(problem, clock, pair)) is not None]
+    sieves = {Phase.TRAIN: train_sieve, Phase.ROLLOUT: rollout_sieve}
     return Ranking(
         plans=tuple(sorted(plans, key=lambda plan: plan.times.total)),
         tried=sum(sieve.tried for sieve in sieves.values()),
-        near={phase: one.near for phase, one in sieves.items() if one.near is not None and not one.fit},
+        near={
+            phase: sieve.near for phase, sieve in sieves.items() if sieve.near is not None and not sieve.fit
+        },
         reasons=reasons,
     )
 
 
 @dataclass(slots=True)
 class Sieve:
-    """Setups of one phase that fit, and what became of the others."""
+    """The setups of a phase that fit, the number of tried setups, and the nearest that does not fit."""
 
     fit: list[Candidate] = field(default_factory=list)
     tried: int = 0
     near: Candidate | None = None
 
     def take(self, problem: Problem, setup: Setup, memory: Memory) -> bool:
-        """Does it fit alone?"""
+        """Count a setup and return whether it fits alone."""
         self.tried += 1
         if margin(problem, memory) >= 0 and host_margin(problem, memory) >= 0:
             return True
         candidate = Candidate(setup=setup, memory=memory)
-        if self.near is None or _distance(candidate) < _distance(self.near):
+        if self.near is None or _measure_distance(candidate) < _measure_distance(self.near):
             self.near = candidate
         return False
 
 
-def _distance(candidate: Candidate) -> tuple[bool, float]:
-    """Those of which only weights were looked at come last."""
+def _measure_distance(candidate: Candidate) -> tuple[bool, float]:
+    """Return the order of candidates that do not fit: those whose weights alone do not fit come last."""
     partial = not candidate.setup.microbatch and not candidate.setup.sequences
     return partial, candidate.memory.total
 
 
 def trainers(problem: Problem, clock: Clock, allowed: Allowed, world: int) -> Sieve:
-    """Setups of the trainer that fit, fastest first.
+    """Return the setups of the trainer that fit, fastest first.
 
     Rows of a microbatch are those of the longest sequence that may occur, twice and four times that. More
-    rows are tried where fewer fit, and where keeping fits, recomputing with the fewest only: it is slower,
-    but leaves room for a sampler.
+    rows are tried where fewer fit. Where a setup without recompute fits, recompute is tried only with the
+    fewest rows: it is slower, but leaves room for a sampler.
     """
     sieve, work = Sieve(), problem.work
-    least = -(-work.longest // 1024) * 1024
+    min_rows = -(-work.longest // 1024) * 1024
     for layout in allowed.layouts(problem, world, Phase.TRAIN):
         bare = Setup(layout=layout)
         weights = Memory(terms=bytes_of.trainer_rest(problem, bare, 0))
-        if margin(problem, weights) < 0:  # a quick look that spares most layouts the rest
+        if margin(problem, weights) < 0:  # a quick check that rules out most layouts
             sieve.take(problem, bare, weights)
             continue
-        fits_kept = False
+        fits_without_recompute = False
         for recompute in (True,) if layout.shard > 1 else (False, True):  # else gathered weights would stay
-            for rows in (least,) if fits_kept else (least, 2 * least, 4 * least):
+            for rows in (min_rows,) if fits_without_recompute else (min_rows, 2 * min_rows, 4 * min_rows):
                 microbatch = -(-rows // layout.row_shards) * layout.row_shards
                 setup = replace(bare, microbatch=microbatch, recompute=recompute)
                 memory = bytes_of.trainer_memory(problem, Phase.TRAIN, setup)
@@ -206,15 +217,15 @@ def trainers(problem: Problem, clock: Clock, allowed: Allowed, world: int) -> Si
                     break
                 seconds = sum(clock.phase(problem, Phase.TRAIN, setup).values())
                 sieve.fit.append(Candidate(setup=setup, memory=memory, seconds=seconds))
-                fits_kept = fits_kept or not recompute
+                fits_without_recompute = fits_without_recompute or not recompute
                 if rows * layout.data >= work.rows / work.updates:
-                    break  # one microbatch holds it all
-    sieve.fit.sort(key=lambda one: one.seconds)
+                    break  # all rows are in a single microbatch
+    sieve.fit.sort(key=lambda candidate: candidate.seconds)
     return sieve
 
 
 def samplers(problem: Problem, clock: Clock, allowed: Allowed, world: int) -> Sieve:
-    """Setups of the sampler whose weights and at least one longest sequence fit, fastest first."""
+    """Return the setups of the sampler whose weights and at least one longest sequence fit, fastest first."""
     sieve = Sieve()
     for layout in allowed.layouts(problem, world, Phase.ROLLOUT):
         empty = Setup(layout=layout)
@@ -225,11 +236,11 @@ def samplers(problem: Problem, clock: Clock, allowed: Allowed, world: int) -> Si
         if sieve.take(problem, setup, memory) and setup.sequences:
             seconds = sum(clock.phase(problem, Phase.ROLLOUT, setup).values())
             sieve.fit.append(Candidate(setup=setup, memory=memory, seconds=seconds))
-    sieve.fit.sort(key=lambda one: one.seconds)
+    sieve.fit.sort(key=lambda candidate: candidate.seconds)
     return sieve
 
 
-def _pairs(
+def _match_pairs(
     problem: Problem,
     clock: Clock,
     allowed: Allowed,
@@ -237,127 +248,147 @@ def _pairs(
     rollout: list[Candidate],
     placement: Placement,
 ) -> tuple[list[Arrangement], dict[Base, str]]:
-    """The ``FINAL`` fastest arrangements that fit of every way to hold the base, refit and switches not
-    counted; and why a way came to nothing.
+    """Return the ``FINAL`` fastest arrangements that fit for every way to hold the base, without refit and
+    switches; and the reason for each way in which none fits.
 
-    Pairs come in the order of what they take with all slots that a sampler has by itself: beside a trainer
-    it has no more of them, and is taken to be no faster. So the first pairs say when to stop.
+    Pairs come in the order of their seconds with all slots that a sampler has by itself. Beside a trainer it
+    has no more slots, and is assumed to be no faster. So these seconds are a lower bound, and the loop can
+    stop early.
     """
-    priced: dict[Setup, float] = {}
+    seconds_by_setup: dict[Setup, float] = {}
     pairs: list[Arrangement] = []
     reasons: dict[Base, str] = {}
     for base in allowed.bases if placement == Placement.COLOCATED else (Base.TWO,):
-        partners, why = _partners(train, base), Counter[str]()
+        partners, reason_counts = _choose_partners(train, base), Counter[str]()
         ways = (
-            (one.seconds + other.seconds, i, j)
-            for i, one in enumerate(partners)
-            for j, other in enumerate(rollout)
+            (trainer.seconds + sampler.seconds, i, j)
+            for i, trainer in enumerate(partners)
+            for j, sampler in enumerate(rollout)
         )
         best: list[tuple[float, int, Arrangement]] = []
-        for least, i, j in sorted(ways):
-            if len(best) >= FINAL and least >= best[FINAL - 1][0]:
+        for bound, i, j in sorted(ways):
+            if len(best) >= FINAL and bound >= best[FINAL - 1][0]:
                 break
-            one, other = partners[i], rollout[j]
-            if base == Base.SHARED and (reason := shares_base(problem, one.setup, other.setup)):
-                why[reason] += 1
+            trainer, sampler = partners[i], rollout[j]
+            if base == Base.SHARED and (reason := shares_base(problem, trainer.setup, sampler.setup)):
+                reason_counts[reason] += 1
                 continue
             lag = allowed.lag if placement == Placement.APART else 0
-            pair = Arrangement(train=one.setup, rollout=other.setup, base=base, placement=placement, lag=lag)
-            setup = _seat(problem, pair, one.memory)
+            pair = Arrangement(
+                train=trainer.setup, rollout=sampler.setup, base=base, placement=placement, lag=lag
+            )
+            setup = _fit_sampler(problem, pair, trainer.memory)
             if setup is None:
                 continue
-            if setup not in priced:
-                priced[setup] = sum(clock.phase(problem, Phase.ROLLOUT, setup).values())
-            insort(best, (one.seconds + priced[setup], len(best), replace(pair, rollout=setup)))
+            if setup not in seconds_by_setup:
+                seconds_by_setup[setup] = sum(clock.phase(problem, Phase.ROLLOUT, setup).values())
+            insort(best, (trainer.seconds + seconds_by_setup[setup], len(best), replace(pair, rollout=setup)))
         pairs += [arrangement for *_, arrangement in best[:FINAL]]
         if not best:
-            reasons[base] = why.most_common(1)[0][0] if why else _shortage(problem, partners, rollout, base)
+            reasons[base] = (
+                reason_counts.most_common(1)[0][0]
+                if reason_counts
+                else _describe_shortage(problem, partners, rollout, base)
+            )
     return pairs, reasons
 
 
-def _partners(train: list[Candidate], base: Base) -> list[Candidate]:
-    """Setups of the trainer that meet those of the sampler; for a shared base all that could share."""
+def _choose_partners(train: list[Candidate], base: Base) -> list[Candidate]:
+    """Return the setups of the trainer to pair with the sampler's; for a shared base all that could share."""
     if base == Base.SHARED:
-        return [one for one in train if one.setup.layout.pipeline == 1 and one.setup.layout.shard == 1]
+        return [
+            candidate
+            for candidate in train
+            if candidate.setup.layout.pipeline == 1 and candidate.setup.layout.shard == 1
+        ]
     best: dict[Layout, Candidate] = {}
-    for one in sorted(train, key=lambda one: one.memory.total):
-        best.setdefault(one.setup.layout, one)
-    leanest = sorted(best.values(), key=lambda one: (one.memory.total, str(one.setup.layout)))[:BREADTH]
-    return list({one.setup: one for one in (*train[:BREADTH], *leanest)}.values())
+    for candidate in sorted(train, key=lambda candidate: candidate.memory.total):
+        best.setdefault(candidate.setup.layout, candidate)
+    leanest = sorted(
+        best.values(), key=lambda candidate: (candidate.memory.total, str(candidate.setup.layout))
+    )[:BREADTH]
+    return list({candidate.setup: candidate for candidate in (*train[:BREADTH], *leanest)}.values())
 
 
-def _seat(problem: Problem, pair: Arrangement, trained: Memory) -> Setup | None:
-    """The sampler's setup with as many sequences as its cache has room for; None where the pair does not
-    fit."""
+def _fit_sampler(problem: Problem, pair: Arrangement, trainer_memory: Memory) -> Setup | None:
+    """Return the sampler's setup with as many sequences as its cache has room for; None where the pair does
+    not fit."""
     bare = replace(pair, rollout=replace(pair.rollout, sequences=0))
     train, rollout = (
-        bytes_of.memory(problem, bare, phase, trained) for phase in (Phase.TRAIN, Phase.ROLLOUT)
+        bytes_of.memory(problem, bare, phase, trainer_memory) for phase in (Phase.TRAIN, Phase.ROLLOUT)
     )
-    if margin(problem, train) < 0 or min(host_margin(problem, one) for one in (train, rollout)) < 0:
+    if (
+        margin(problem, train) < 0
+        or min(host_margin(problem, phase_memory) for phase_memory in (train, rollout)) < 0
+    ):
         return None
     free = margin(problem, rollout) + rollout.terms["KV cache"]
     sequences = sequences_for(problem, bare.rollout, free)
     return replace(bare.rollout, sequences=sequences) if sequences else None
 
 
-def _shortage(problem: Problem, train: Sequence[Candidate], rollout: Sequence[Candidate], base: Base) -> str:
-    """By how much the pair that comes nearest does not fit, with a cache for the longest sequence only."""
+def _describe_shortage(
+    problem: Problem, train: Sequence[Candidate], rollout: Sequence[Candidate], base: Base
+) -> str:
+    """Describe by how much the nearest pair does not fit, with a cache for the longest sequence only."""
     lacks: list[tuple[float, str]] = []
-    for one in train:
-        for other in rollout:
-            pair = Arrangement(train=one.setup, rollout=replace(other.setup, sequences=1), base=base)
-            over: dict[Phase, float] = {}
+    for trainer in train:
+        for sampler in rollout:
+            pair = Arrangement(train=trainer.setup, rollout=replace(sampler.setup, sequences=1), base=base)
+            excess: dict[Phase, float] = {}
             for phase in (Phase.TRAIN, Phase.ROLLOUT):
-                memory = bytes_of.memory(problem, pair, phase, one.memory)
+                memory = bytes_of.memory(problem, pair, phase, trainer.memory)
                 host = host_margin(problem, memory) / problem.cluster.per_node
-                over[phase] = -min(margin(problem, memory), host)
-            phase = max(over, key=lambda one: over[one])
-            lacks.append((over[phase], f"{one.setup.layout} with {other.setup.layout} in {phase}"))
+                excess[phase] = -min(margin(problem, memory), host)
+            phase = max(excess, key=lambda key: excess[key])
+            lacks.append((excess[phase], f"{trainer.setup.layout} with {sampler.setup.layout} in {phase}"))
     if not lacks:
         return "trainer or sampler does not fit alone"
-    least, where = min(lacks, key=lambda one: one[0])
-    return f"{max(least, 0.0) / GB:.1f} GB a GPU too much at best, {where}"
+    shortage, where = min(lacks, key=lambda lack: lack[0])
+    return f"{max(shortage, 0.0) / GB:.1f} GB a GPU too much at best, {where}"
 
 
-def _plan(problem: Problem, clock: Clock, arrangement: Arrangement) -> Plan | None:
-    """Everything of an arrangement; None where it does not fit after all."""
+def _make_plan(problem: Problem, clock: Clock, arrangement: Arrangement) -> Plan | None:
+    """Make the plan of an arrangement; None where it does not fit after all."""
     memory = {phase: bytes_of.memory(problem, arrangement, phase) for phase in Phase}
-    if any(margin(problem, one) < 0 for one in memory.values()):
+    if any(margin(problem, phase_memory) < 0 for phase_memory in memory.values()):
         return None
     return Plan(arrangement=arrangement, memory=memory, times=clock.step(problem, arrangement))
 
 
 def describe_limit(problem: Problem, plan: Plan) -> str:
-    """What limits a plan: the phase and terms that fill the GPU, and what takes most of the time."""
+    """Describe what limits a plan: the phase and terms that fill the GPU, and the term of most seconds."""
     phase, times = plan.fullest(), plan.times
-    full = plan.memory[phase]
-    terms = sorted(full.terms, key=lambda term: -full.terms[term])[:2]
-    largest = " and ".join(f"{term} {full.terms[term] / GB:.1f}" for term in terms)
-    seconds, part, term = max((s, part, term) for part, of in times.terms.items() for term, s in of.items())
+    memory = plan.memory[phase]
+    terms = sorted(memory.terms, key=lambda term: -memory.terms[term])[:2]
+    largest = " and ".join(f"{term} {memory.terms[term] / GB:.1f}" for term in terms)
+    seconds, part, term = max(
+        (s, part, term) for part, part_terms in times.terms.items() for term, s in part_terms.items()
+    )
     share = seconds / max(times.total + times.overlapped, 1e-9)
     return (
-        f"memory: {phase} needs {full.total / GB:.1f} of {limit(problem) / GB:.0f} GB ({largest}); "
+        f"memory: {phase} needs {memory.total / GB:.1f} of {limit(problem) / GB:.0f} GB ({largest}); "
         f"time: {part} {term}, {seconds:.1f} s, {share:.0%} of the step"
     )
 
 
 def why_lost(winner: Plan, other: Plan) -> str:
-    """One sentence: by how much another plan is slower, and where most of that comes from."""
-    slower = other.times.total / max(winner.times.total, 1e-9) - 1
-    if slower < 0.0005:
+    """Describe in a sentence by how much another plan is slower, and the term of most of the difference."""
+    excess = other.times.total / max(winner.times.total, 1e-9) - 1
+    if excess < 0.0005:
         return "as fast; it comes later in the order of layouts"
     first, second = (
-        Counter({(part, term): s for part, terms in one.times.terms.items() for term, s in terms.items()})
-        for one in (winner, other)
+        Counter({(part, term): s for part, terms in plan.times.terms.items() for term, s in terms.items()})
+        for plan in (winner, other)
     )
     worst = max(sorted(first | second), key=lambda key: second[key] - first[key])
     return (
-        f"{slower:.1%} slower: {' '.join(worst)} takes {second[worst]:.1f} s instead of {first[worst]:.1f} s"
+        f"{excess:.1%} slower: {' '.join(worst)} takes {second[worst]:.1f} s instead of {first[worst]:.1f} s"
     )
 
 
 def distinct(plans: Iterable[Plan], number: int) -> list[Plan]:
-    """The first plans that differ in more than rows of a microbatch or what sleeps."""
+    """Return the first plans that differ in layouts, base or placement."""
     best: dict[tuple[Layout, Layout, Base, Placement], Plan] = {}
     for plan in plans:
         a = plan.arrangement
@@ -366,7 +397,7 @@ def distinct(plans: Iterable[Plan], number: int) -> list[Plan]:
 
 
 def resize(cluster: Cluster, number: int) -> Cluster:
-    """The same nodes, so many that they have ``number`` GPUs; of less than a node its share of the host."""
+    """A cluster of ``number`` GPUs in the same nodes; a part of a node has its share of host memory."""
     per_node = min(number, cluster.per_node)
     host = cluster.host_memory / cluster.per_node * per_node
     return replace(cluster, nodes=number // per_node, per_node=per_node, host_memory=host)
@@ -375,17 +406,20 @@ def resize(cluster: Cluster, number: int) -> Cluster:
 def smallest(
     problem: Problem, clock: Clock, allowed: Allowed | None = None, most: int = 1024
 ) -> Ranking | None:
-    """The plans on the fewest GPUs of this kind on which anything fits: within a node its divisors, then
-    whole nodes; None beyond ``most``."""
+    """Return the plans on the fewest GPUs of this kind on which anything fits: divisors of a node, then whole
+    nodes; None beyond ``most``."""
     allowed, per_node = allowed or Allowed(), problem.cluster.per_node
-    _refuse(problem, allowed)
+    _refuse_layouts(problem, allowed)
     elements = stage_elements(problem.config, None, Layout(), 0)
     weights = (elements.trainable + elements.untrained) * problem.precision.base.num_bytes
     nodes = (*range(2, 9), *range(10, 17, 2), *range(20, 33, 4), *range(40, 65, 8), *range(80, 129, 16))
     for number in (*divisors(per_node), *(per_node * count for count in nodes)):
         if number > most or weights > number * limit(problem):
-            continue  # not even the weights, cut evenly
-        here = replace(problem, cluster=resize(problem.cluster, number))
-        if any(_worlds(here, allowed)) and (ranking := search(here, clock, allowed)).plans:
+            continue  # not even the evenly cut weights fit
+        resized_problem = replace(problem, cluster=resize(problem.cluster, number))
+        if (
+            any(_list_worlds(resized_problem, allowed))
+            and (ranking := search(resized_problem, clock, allowed)).plans
+        ):
             return ranking
     return None

@@ -177,13 +177,13 @@ def test_a_layout_that_cannot_be_is_refused(requested: dict[str, str], words: st
 @pytest.mark.slow
 def test_pairs_that_cannot_win_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first that fit say when to stop, and all pairs together find nothing better."""
-    seen, seated = [0], planning._seat
+    seen, seated = [0], planning._fit_sampler
 
     def counted(*given: Any) -> Any:
         seen[0] += 1
         return seated(*given)
 
-    monkeypatch.setattr(planning, "_seat", counted)
+    monkeypatch.setattr(planning, "_fit_sampler", counted)
     case, allowed = question("qwen3-30b-a3b", "16xH100-80"), Allowed(bases=(Base.SHARED,))
     found, few = search(case, Roofline(), allowed), seen[0]
     monkeypatch.setattr(planning, "FINAL", 10**9)
