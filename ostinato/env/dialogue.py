@@ -45,11 +45,11 @@ class Words(Protocol):
 def append_answer(messages: Sequence[Message], text: str) -> tuple[list[Message], str | None]:
     """Return (the chat with the policy's answer, the prefill). The prefill is the assistant message that the
     chat ended with: the answer continues it. None where the chat did not end with one."""
-    *before, last = messages
-    if last["role"] != "assistant":
+    *earlier_messages, last_message = messages
+    if last_message["role"] != "assistant":
         return [*messages, {"role": "assistant", "content": text}], None
-    prefill = str(last.get("content") or "")
-    return [*before, {**last, "content": f"{prefill}{text}"}], prefill
+    prefill = str(last_message.get("content") or "")
+    return [*earlier_messages, {**last_message, "content": f"{prefill}{text}"}], prefill
 
 
 def continue_chat(

@@ -60,10 +60,10 @@ def _sum_floors(count: int, start: int) -> int:
     while True:
         total += count * (count - 1) // 2 * (a // m) + count * (b // m)
         a, b = a % m, b % m
-        last = a * count + b
-        if last < m:
+        bound = a * count + b
+        if bound < m:
             return total
-        count, b, a, m = last // m, last % m, m, a
+        count, b, a, m = bound // m, bound % m, m, a
 
 
 def shares(weights: Mapping[str, float]) -> dict[str, float]:

@@ -63,12 +63,12 @@ def read(
     prompts: list[Prompt] = []
     first_row: dict[str, int] = {}
     for number, row in rows:
-        where = f"row {number} of {source}"
-        prompt = prompt_from_row(row, where, prompt_column, answer_column)
+        row_name = f"row {number} of {source}"
+        prompt = prompt_from_row(row, row_name, prompt_column, answer_column)
         prompt = to_chat(prompt) if chat else prompt
         if any(row.get(name) is not None for name in IDS) and prompt.uid in first_row:
             earlier = first_row[prompt.uid]
-            raise ValueError(f"{where} has the id {prompt.uid!r} of row {earlier}; make ids unique")
+            raise ValueError(f"{row_name} has the id {prompt.uid!r} of row {earlier}; make ids unique")
         first_row.setdefault(prompt.uid, number)
         prompts.append(prompt)
     if not prompts and not has_splits:
@@ -98,8 +98,10 @@ def to_chat(prompt: Prompt) -> Prompt:
 def with_columns(rows: Sequence[Prompt], columns: Mapping[str, Any]) -> list[Prompt]:
     """Return the rows, each with those of ``columns`` (``task.columns``) that it lacks or that are null in
     it. Raises ValueError for a name that the rollout gives to rewards."""
-    if reserved := RESERVED & columns.keys():
-        raise ValueError(f"task.columns has {min(reserved)!r}, which the rollout gives to rewards; rename it")
+    if reserved_names := RESERVED & columns.keys():
+        raise ValueError(
+            f"task.columns has {min(reserved_names)!r}, which the rollout gives to rewards; rename it"
+        )
 
     def choose_missing(row: Prompt) -> dict[str, Any]:
         return {name: value for name, value in columns.items() if row.columns.get(name) is None}
@@ -111,9 +113,9 @@ def with_columns(rows: Sequence[Prompt], columns: Mapping[str, Any]) -> list[Pro
 
 def prompt_from_row(row: Row, where: str, prompt_column: str = "", answer_column: str = "") -> Prompt:
     """Make a Prompt of a row. ``where`` names the row in the ValueError that a bad row raises."""
-    if reserved := RESERVED & row.keys():
+    if reserved_names := RESERVED & row.keys():
         raise ValueError(
-            f"{where} has a column {min(reserved)!r}, which the rollout gives to rewards; rename it"
+            f"{where} has a column {min(reserved_names)!r}, which the rollout gives to rewards; rename it"
         )
     for key, value in row.items():
         if has_surrogate([key, value]):
@@ -207,32 +209,32 @@ def _is_call(call: Any) -> bool:
 
 
 def _ends_with_answer(content: Any) -> bool:
-    last = content[-1] if isinstance(content, list | tuple) and content else None
-    return isinstance(last, Mapping) and last.get("role") == "assistant"
+    last_message = content[-1] if isinstance(content, list | tuple) and content else None
+    return isinstance(last_message, Mapping) and last_message.get("role") == "assistant"
 
 
 def _check_answers(prompts: Sequence[Prompt]) -> None:
     """Raise ValueError if some rows have an answer and others none. Rewards may need no answer, but then no
     row has one."""
-    unanswered = [prompt.where for prompt in prompts if "answer" not in prompt.columns]
-    if unanswered and len(unanswered) < len(prompts):
+    missing_rows = [prompt.where for prompt in prompts if "answer" not in prompt.columns]
+    if missing_rows and len(missing_rows) < len(prompts):
         raise ValueError(
-            f"{unanswered[0]} has no answer ({', '.join(ANSWERS)}), and other rows have; give it one, "
+            f"{missing_rows[0]} has no answer ({', '.join(ANSWERS)}), and other rows have; give it one, "
             "or name the column in task.params.answer_column"
         )
 
 
-def _find_answer(row: Row, where: str, answer_column: str) -> Any:
+def _find_answer(row: Row, row_name: str, answer_column: str) -> Any:
     for name in (answer_column,) if answer_column else ANSWERS:
         if row.get(name) is not None:
             return row[name]
     for name in () if answer_column else NESTED_ANSWERS:
-        nested = row.get(name)
-        if isinstance(nested, Mapping) and nested.get("ground_truth") is not None:
-            return nested["ground_truth"]
+        container = row.get(name)
+        if isinstance(container, Mapping) and container.get("ground_truth") is not None:
+            return container["ground_truth"]
     if answer_column:
         raise ValueError(
-            f"{where} has no {answer_column!r}; give it one, or change task.params.answer_column"
+            f"{row_name} has no {answer_column!r}; give it one, or change task.params.answer_column"
         )
     return None
 

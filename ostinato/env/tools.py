@@ -145,7 +145,7 @@ def schema_of(name: str, tool: Tool) -> dict[str, Any]:
     except Exception:  # a user's code: an annotation may name a type that does not exist
         hints = {}
     summary, descriptions = _parse_docstring(inspect.getdoc(tool) or "")
-    fields, required = dict[str, Any](), list[str]()
+    fields, required_fields = dict[str, Any](), list[str]()
     for field, parameter in inspect.signature(tool).parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
@@ -153,8 +153,12 @@ def schema_of(name: str, tool: Tool) -> dict[str, Any]:
         if field in descriptions:
             fields[field]["description"] = descriptions[field]
         if parameter.default is parameter.empty:
-            required.append(field)
-    parameters = {"type": "object", "properties": fields, **({"required": required} if required else {})}
+            required_fields.append(field)
+    parameters = {
+        "type": "object",
+        "properties": fields,
+        **({"required": required_fields} if required_fields else {}),
+    }
     function = {"name": name, "description": summary, "parameters": parameters}
     return {"type": "function", "function": function}
 

@@ -142,8 +142,8 @@ def _find_closing_brace(text: str, start: int) -> int | None:
 def final_answer(text: str) -> str:
     """Return the marked answer after thinking, else the last line that is not blank."""
     text = after_thinking(text)
-    marked = marked_answer(text)
-    return marked if marked is not None else text.strip().rpartition("\n")[2].strip()
+    marked_text = marked_answer(text)
+    return marked_text if marked_text is not None else text.strip().rpartition("\n")[2].strip()
 
 
 def whole_number(text: str) -> tuple[Fraction, ...]:

@@ -150,11 +150,11 @@ def summary() -> str:
     process = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     if process.returncode:
         return f"unknown: {(process.stderr.strip().splitlines() or ['no output'])[-1]}"
-    used = json.loads(process.stdout)
-    means_text = " and ".join(used) or "cleaned environment alone"
+    working_means = json.loads(process.stdout)
+    means_text = " and ".join(working_means) or "cleaned environment alone"
     return (
         f"{means_text}; rewards can {' and '.join(gaps)}"
-        if (gaps := left_open(used))
+        if (gaps := left_open(working_means))
         else f"complete, by {means_text}"
     )
 
@@ -187,8 +187,8 @@ def _keep_worker(worker: int, folder: str, parent: int) -> None:
     status = None
     while status is None and os.getppid() == parent:
         with contextlib.suppress(ChildProcessError):
-            while (exited := os.waitpid(-1, os.WNOHANG))[0]:
-                status = exited[1] if exited[0] == worker else status
+            while (child := os.waitpid(-1, os.WNOHANG))[0]:
+                status = child[1] if child[0] == worker else status
         if status is None:
             signal.sigtimedwait([signal.SIGCHLD], WATCH_S)
     end_descendants(os.getpid())
@@ -313,12 +313,17 @@ def _apply_seccomp() -> None:
     if platform.machine() not in AUDIT_ARCH:
         raise OSError(f"no filter is known for {platform.machine()}")
     arch, socket = AUDIT_ARCH[platform.machine()]
-    load, equal, least, end = 0x20, 0x15, 0x35, 0x06  # operations of the classic Berkeley packet filter
+    load, equal, greater_equal, end = (
+        0x20,
+        0x15,
+        0x35,
+        0x06,
+    )  # operations of the classic Berkeley packet filter
     program = [  # (code, jump if true, jump if false, value)
         (load, 0, 0, 4),  # the architecture: 32-bit programs have other numbers
         (equal, 0, 6, arch),
         (load, 0, 0, 0),  # the number of the call
-        (least, 4, 0, X32),
+        (greater_equal, 4, 0, X32),
         (equal, 3, 0, IO_URING_SETUP),
         (equal, 0, 3, socket),
         (load, 0, 0, 16),  # its first argument

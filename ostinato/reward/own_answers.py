@@ -54,10 +54,14 @@ def own_answer(prompt: Prompt, function: str = "") -> str | None:
     if not isinstance(answer, str | int | float):
         return None
     text = str(answer)
-    marked = marked_answer(text)
-    if function == "exact" and marked is not None:
-        return marked
-    return rf"\boxed{{{text}}}" if function == "math_verify" and marked is None and "$" not in text else text
+    marked_text = marked_answer(text)
+    if function == "exact" and marked_text is not None:
+        return marked_text
+    return (
+        rf"\boxed{{{text}}}"
+        if function == "math_verify" and marked_text is None and "$" not in text
+        else text
+    )
 
 
 def spread(prompts: Sequence[Prompt], count: int = ROWS) -> list[Prompt]:
@@ -96,9 +100,9 @@ def _make_warning(function: str, name: str, own_verdicts: Sequence[OwnVerdict]) 
     if not any(low_flags):
         return ""
     rows = [verdict for verdict, is_low in zip(pairs, low_flags, strict=True) if is_low]
-    first, value = rows[0]
+    first_verdict, value = rows[0]
     lines = [f"  {verdict.row}: {amount:g} for {verdict.answer[:SHOWN]!r}" for verdict, amount in rows]
-    subject = f"the own answer of {first.row} ({len(rows)} of {len(pairs)} rows tried)"
+    subject = f"the own answer of {first_verdict.row} ({len(rows)} of {len(pairs)} rows tried)"
     if is_comparing and not any(value for _, value in pairs):
         error = ValueError(
             f"reward {name} gives 0 to {subject}, so it would pay for no answer that the rows call right; "

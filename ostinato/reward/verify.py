@@ -90,25 +90,25 @@ def numeric(
 def expected_number(target: str) -> tuple[Fraction, ...]:
     """Return the readings of a row's answer. Raises ValueError unless the answer, or the part that it marks,
     is a single number."""
-    if expected := whole_number(_extract_answer(target)):
-        return expected
+    if readings := whole_number(_extract_answer(target)):
+        return readings
     raise ValueError(f"the answer {target!r} is not one number; use the reward exact or math_verify")
 
 
 def number_of(text: str) -> tuple[Fraction, ...]:
     """Return the readings of a completion's number: of its marked answer, else of its last number."""
-    marked = marked_answer(text)
-    return last_number(text) if marked is None else answered_number(marked)
+    marked_text = marked_answer(text)
+    return last_number(text) if marked_text is None else answered_number(marked_text)
 
 
-def _are_equal(readings: Sequence[Fraction], expected: Sequence[Fraction]) -> bool:
-    return any(_is_close(a, b) for a in readings for b in expected)
+def _are_equal(readings: Sequence[Fraction], golds: Sequence[Fraction]) -> bool:
+    return any(_is_close(a, b) for a in readings for b in golds)
 
 
-def _is_close(value: Fraction, expected: Fraction) -> bool:
-    if value.denominator == expected.denominator == 1:
-        return value == expected
-    return abs(value - expected) <= Fraction(TOLERANCE) * abs(expected)
+def _is_close(value: Fraction, gold: Fraction) -> bool:
+    if value.denominator == gold.denominator == 1:
+        return value == gold
+    return abs(value - gold) <= Fraction(TOLERANCE) * abs(gold)
 
 
 def math_verify(
@@ -179,8 +179,8 @@ def _parse_gold(target: str) -> list[Any]:
 
 
 def _extract_answer(text: str) -> str:
-    marked = marked_answer(text)
-    return text if marked is None else marked
+    marked_text = marked_answer(text)
+    return text if marked_text is None else marked_text
 
 
 def _parse_whole(text: str) -> list[Any]:
@@ -208,11 +208,13 @@ def _judge_math(gold: list[Any], target: str, text: str) -> float:
         with _time_limit(MEMBER_LIMIT_S):
             if _are_equal(number_of(text), whole_number(_extract_answer(target))):
                 return 1.0
-            formulas = _FORMULA.findall(text) if (marked := marked_answer(text)) is None else [marked]
-            formula, expected = formulas[-1] if formulas else text, _extract_answer(target)
-            if formulas and _SCALE.findall(formula.lower()) != _SCALE.findall(expected.lower()):
+            formulas = (
+                _FORMULA.findall(text) if (marked_text := marked_answer(text)) is None else [marked_text]
+            )
+            formula, expected_text = formulas[-1] if formulas else text, _extract_answer(target)
+            if formulas and _SCALE.findall(formula.lower()) != _SCALE.findall(expected_text.lower()):
                 return 0.0
-            if _BASE.findall(formula) != _BASE.findall(expected):
+            if _BASE.findall(formula) != _BASE.findall(expected_text):
                 return 0.0
             return float(any(verify(gold, answer, timeout_seconds=0) for answer in _parse_answers(text)))
     except _OutOfTime:
@@ -223,9 +225,9 @@ def _parse_answers(text: str) -> Iterator[list[Any]]:
     """Yield the marked answer, and all boxes together where it is the last of several (two roots in two
     boxes). Of a text without a marked answer, yield the last formula, or the last number where there are no
     formulas."""
-    if (marked := marked_answer(text)) is not None:
-        yield _parse_whole(without_emphasis(marked))
-        if len(boxes := boxed(text)) > 1 and boxes[-1].strip() == marked:
+    if (marked_text := marked_answer(text)) is not None:
+        yield _parse_whole(without_emphasis(marked_text))
+        if len(boxes := boxed(text)) > 1 and boxes[-1].strip() == marked_text:
             yield _parse_whole(", ".join(boxes))
     elif _has_formulas(text):
         yield _parse_formulas(text)
@@ -263,8 +265,8 @@ def _list_gym_answers(text: str, item: dict[str, Any]) -> list[str]:
     if number := last_number_match(text):
         answers.append(number.group().lstrip("$"))
     lines = [line for line in text.strip().splitlines() if not line.startswith("```")]
-    expected = str(item.get("answer")).strip("\n").count("\n") + 1
-    return [*answers, "\n".join(lines[-expected:])]
+    num_lines = str(item.get("answer")).strip("\n").count("\n") + 1
+    return [*answers, "\n".join(lines[-num_lines:])]
 
 
 def _score_gym_answer(

@@ -220,10 +220,10 @@ def _check_values(values: Any, num_completions: int) -> list[Verdict]:
     return [_make_verdict(value) for value in values]
 
 
-def _describe_with_hint(error: BaseException, confined: bool) -> str:
+def _describe_with_hint(error: BaseException, is_confined: bool) -> str:
     """Describe the exception, its line, and how to turn off isolation where that may have caused it."""
     hint = ""
-    if confined:
+    if is_confined:
         hint = HIDDEN.format(name) if (name := _find_hidden_variable(error)) else ""
         hint = hint or (OPEN_UP if _is_refusal(error) else "")
     return f"{describe(error)}{where(error)}{hint}"
@@ -366,7 +366,7 @@ def _limit_cpu(timeout_s: float) -> None:
 
 
 def _answer_request(
-    functions: dict[str, Callable[..., Any]], request: bytes, confined: bool, timeout_s: float
+    functions: dict[str, Callable[..., Any]], request: bytes, is_confined: bool, timeout_s: float
 ) -> dict[str, Any]:
     id_, num_completions = REQUEST.unpack_from(request)
     log = CallLog(num_completions)
@@ -378,7 +378,7 @@ def _answer_request(
         helpers = {"log_metric": log.log_metric, "log_extra": log.log_extra}
         helpers["trainer_state"] = TrainerState(**terms)
         columns = {**accepted(functions[name], helpers, {"timeout_s": timeout_s}), **columns}
-        verdicts, trace = judge(functions[name], num_completions, columns, confined, probing)
+        verdicts, trace = judge(functions[name], num_completions, columns, is_confined, probing)
     return {"id": id_, "verdicts": verdicts, "trace": trace, "metrics": log.metrics, "extra": log.extra}
 
 
@@ -406,7 +406,7 @@ def main(fd: int) -> None:
     sock = socket.socket(fileno=fd)
     hello = json.loads(receive(sock))
     sys.path[:] = hello["path"]
-    confined = hello["isolation"] != "off"
+    is_confined = hello["isolation"] != "off"
     functions: dict[str, Callable[..., Any]] = {}
     spec = ""
     try:
@@ -424,7 +424,7 @@ def main(fd: int) -> None:
         for spec in hello["functions"]:
             functions[spec] = verify.resolve(spec)
     except BaseException as error:  # importing a user's file can raise anything
-        summary = f"importing the reward {spec!r} raised {_describe_with_hint(error, confined)}; fix it"
+        summary = f"importing the reward {spec!r} raised {_describe_with_hint(error, is_confined)}; fix it"
         is_from_verify = type(error) is ValueError and _extract_frames(error)[-1].filename == verify.__file__
         sentence = str(error) if is_from_verify else f"{summary}\n{trace(error)}"
         send(sock, json.dumps({"id": 0, "error": sentence}).encode())
@@ -433,7 +433,7 @@ def main(fd: int) -> None:
     while True:
         request = receive(sock)
         _limit_cpu(hello["timeout_s"])
-        send(sock, json.dumps(_answer_request(functions, request, confined, hello["timeout_s"])).encode())
+        send(sock, json.dumps(_answer_request(functions, request, is_confined, hello["timeout_s"])).encode())
 
 
 if __name__ == "__main__":

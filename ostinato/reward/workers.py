@@ -205,7 +205,7 @@ def _read_greeting(reply: dict[str, Any]) -> tuple[str, list[str]]:
     error, left_open = reply.get("error"), reply.get("left_open", [])
     if not isinstance(error, str) or not isinstance(left_open, list):
         raise ValueError("no greeting")
-    return error, [str(one) for one in left_open]
+    return error, [str(gap) for gap in left_open]
 
 
 class Scorer(Protocol):
@@ -442,7 +442,7 @@ def _sum_verdicts(replies: Iterable[tuple[str, float, Reply]], number: int) -> R
     """Return the weighted sum of the verdicts on answer ``number``; ``replies``: (name, weight, reply) of
     each function."""
     parts: dict[str, float | None] = {}
-    failed: dict[str, str] = {}
+    failures: dict[str, str] = {}
     metrics: dict[str, list[float]] = {}
     extra: dict[str, Any] = {}
     faults, terms = [], []
@@ -454,7 +454,7 @@ def _sum_verdicts(replies: Iterable[tuple[str, float, Reply]], number: int) -> R
             metrics.setdefault(metric, []).extend(math.nan if value is None else value for value in values)
         if fault:
             faults.append(f"{fault}: {name}: {detail}")
-            failed[name] = f"{fault}: {detail}\n{reply.trace}".rstrip()
+            failures[name] = f"{fault}: {detail}\n{reply.trace}".rstrip()
         elif value is not None:
             terms.append(weight * value)
     logs = {
@@ -462,7 +462,7 @@ def _sum_verdicts(replies: Iterable[tuple[str, float, Reply]], number: int) -> R
         "extra": extra,
     }
     if faults or not terms:
-        return Reward(value=None, reason="; ".join(faults) or "skipped", parts=parts, failed=failed, **logs)
+        return Reward(value=None, reason="; ".join(faults) or "skipped", parts=parts, failed=failures, **logs)
     return Reward(value=math.fsum(terms), parts=parts, **logs)
 
 

@@ -86,7 +86,7 @@ def plan(
     start_time = time.perf_counter()
     if start and str(json_file) == "-":
         raise ValueError("--launch and --json - both write to standard output; give --json a file")
-    ranking, request = _rank_plans(ask(model, gpus, options), least=least)
+    ranking, request = _rank_plans(ask(model, gpus, options), smallest_only=least)
     best = ranking.plans[0]
     if run is not None:
         file = run if run.suffix == ".json" else RunFolder.open(run).path / FILE
@@ -105,11 +105,11 @@ def plan(
     typer.echo(f"Searched {ranking.tried} setups in {seconds:.1f} s on one CPU core. {ON_GPUS}.")
 
 
-def _rank_plans(request: PlanRequest, *, least: bool) -> tuple[Ranking, PlanRequest]:
+def _rank_plans(request: PlanRequest, *, smallest_only: bool) -> tuple[Ranking, PlanRequest]:
     """Return the ranking, and the request with the cluster of the ranking. Plans that Ostinato can start come
     first, then the others, each fastest first. Raises ValueError where nothing fits."""
     problem = request.problem
-    if least:
+    if smallest_only:
         smallest_ranking = smallest(problem, request.clock, request.allowed)
         if smallest_ranking is None:
             gpu = problem.cluster.gpu.name
@@ -136,7 +136,7 @@ def nothing_fits(problem: Problem, ranking: Ranking) -> str:
             f"{phase} misses by {excess / GB:.1f} GB at best ({candidate.setup.layout}, mostly {term} "
             f"{candidate.memory.terms[term] / GB:.1f})"
         )
-    reasons = reasons or [f"{base}: {why}" for base, why in ranking.reasons.items()]
+    reasons = reasons or [f"{base}: {reason}" for base, reason in ranking.reasons.items()]
     subject = f"{problem.model.name} on {problem.cluster.num_gpus} x {problem.cluster.gpu.name}"
     fix = "use more GPUs (--smallest finds how many), a smaller --max-answer or --lora-rank"
     return f"{subject} does not fit: {'; '.join(reasons) or 'no layout divides the model'}; {fix}"
@@ -238,7 +238,10 @@ def print_answer(console: Console, request: PlanRequest, ranking: Ranking, top: 
     if plans[num_startable:]:
         console.print(
             _make_plan_table(
-                problem, "what Ostinato cannot start yet", plans[num_startable:], first=num_startable + 1
+                problem,
+                "what Ostinato cannot start yet",
+                plans[num_startable:],
+                first_number=num_startable + 1,
             )
         )
     numbers: dict[str, list[str]] = {}
@@ -248,8 +251,8 @@ def print_answer(console: Console, request: PlanRequest, ranking: Ranking, top: 
             numbers.setdefault(reason, []).append(str(number))
     for reason, plan_numbers in numbers.items():
         console.print(f"{', '.join(plan_numbers)}: Ostinato lacks {reason}")
-    for base, why in ranking.reasons.items():
-        console.print(f"[bold]{base}[/bold] is not possible: {why}")
+    for base, base_reason in ranking.reasons.items():
+        console.print(f"[bold]{base}[/bold] is not possible: {base_reason}")
     console.print(_make_memory_table(problem, plans[0]), _make_time_table(plans[0]))
     question_table = Table("", "", title="for", show_header=False, box=None, title_justify="left")
     for name, value in question(request).items():
@@ -266,11 +269,11 @@ def _make_table(title: str, *columns: str) -> Table:
     return table
 
 
-def _make_plan_table(problem: Problem, title: str, plans: Sequence[Plan], first: int = 1) -> Table:
+def _make_plan_table(problem: Problem, title: str, plans: Sequence[Plan], first_number: int = 1) -> Table:
     table = _make_table(
         title, "", "train", "rollout", "base", "rows", "seq", "GB", "left", "s/step", "$/step"
     )
-    for number, plan in enumerate(plans, start=first):
+    for number, plan in enumerate(plans, start=first_number):
         a, worst = plan.arrangement, plan.memory[plan.fullest()]
         table.add_row(
             str(number),
@@ -325,7 +328,7 @@ def as_json(request: PlanRequest, ranking: Ranking, top: int) -> dict[str, Any]:
             for plan in plans
         ],
         "binding": describe_limit(problem, plans[0]),
-        "not_possible": {str(base): why for base, why in ranking.reasons.items()},
+        "not_possible": {str(base): reason for base, reason in ranking.reasons.items()},
         "tried": ranking.tried,
     }
 

@@ -67,8 +67,10 @@ def refuse(sampler: Sampler, config: ModelConfig, layout: Layout) -> None:
             f"layout {layout} has x{layout.expert_tensor}, which vLLM does not take; drop x (without e it "
             "cuts the width of experts by t)"
         )
-    shared, rest = divmod(layout.expert, layout.tensor)  # data ranks that share the same experts
-    if layout.expert > 1 and (rest or layout.data % shared):
+    data_per_server, remainder = divmod(
+        layout.expert, layout.tensor
+    )  # data ranks that share the same experts
+    if layout.expert > 1 and (remainder or layout.data % data_per_server):
         raise ValueError(
             f"layout {layout} has e{layout.expert}, but vLLM spreads experts over all ranks of an engine or "
             f"none; use a multiple of t{layout.tensor} that divides the {layout.stage_ranks} ranks, or drop e"

@@ -163,30 +163,30 @@ def maps_once(problem: Problem, train: Setup, rollout: Setup) -> bool:
 
 def memory(problem: Problem, arrangement: Arrangement, phase: Phase, trained: Memory | None = None) -> Memory:
     """The memory of the fullest GPU in ``phase``. ``trained``: ``trainer_memory`` of TRAIN, if known."""
-    setup, colocated = arrangement.setup(phase), arrangement.placement == Placement.COLOCATED
+    setup, is_colocated = arrangement.setup(phase), arrangement.placement == Placement.COLOCATED
     per_node, base = problem.cluster.per_node, arrangement.base
     if phase != Phase.ROLLOUT:
         known_memory = trained if phase == Phase.TRAIN else None
         own_memory = known_memory or trainer_memory(problem, phase, setup)
-        extra = sampler_weights(problem, arrangement.rollout) if colocated else {}
+        extra = sampler_weights(problem, arrangement.rollout) if is_colocated else {}
         copy = extra.get("sampler weights", 0.0)
         if base != Base.TWO:
             extra.pop("sampler weights", None)
         host = per_node * (copy + own_memory.terms["base weights"]) if base == Base.SWAPPED else 0.0
         return Memory(terms={**own_memory.terms, **extra}, stage=own_memory.stage, host=host)
-    if not colocated:
+    if not is_colocated:
         return sampler_memory(problem, setup)
     train = arrangement.train
     stages = [trainer_rest(problem, train, stage) for stage in training(problem, train).stages()]
-    rest = max(stages, key=lambda terms: sum(terms.values()))
-    weights = rest.pop("base weights")
+    state_terms = max(stages, key=lambda terms: sum(terms.values()))
+    weights = state_terms.pop("base weights")
     own_memory = sampler_memory(problem, setup, shared=weights if base == Base.SHARED else 0.0)
-    rest_terms = {f"trainer's {name}": size for name, size in rest.items()}
+    trainer_terms = {f"trainer's {name}": size for name, size in state_terms.items()}
     if base == Base.TWO:
-        rest_terms["trainer's base weights"] = weights
+        trainer_terms["trainer's base weights"] = weights
     # Both stay in host memory, as frozen weights need not be written back.
     host = per_node * (weights + own_memory.terms["sampler weights"]) if base == Base.SWAPPED else 0.0
-    return Memory(terms={**own_memory.terms, **rest_terms}, host=host)
+    return Memory(terms={**own_memory.terms, **trainer_terms}, host=host)
 
 
 def limit(problem: Problem) -> float:

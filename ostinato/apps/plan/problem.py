@@ -224,8 +224,8 @@ _ASSETS = Path(__file__).parents[2] / "assets"
 
 def known_models() -> tuple[str, ...]:
     """Return the built-in names."""
-    packaged = (folder.parent.name for folder in _ASSETS.glob("*/config.json"))
-    return tuple(sorted([*(file.stem for file in _MODELS.glob("*.json")), *packaged]))
+    asset_names = (folder.parent.name for folder in _ASSETS.glob("*/config.json"))
+    return tuple(sorted([*(file.stem for file in _MODELS.glob("*.json")), *asset_names]))
 
 
 def find_model(name: str) -> Model:

@@ -182,8 +182,8 @@ class _Pass:
         config, dtype = self.problem.config, self.problem.precision.sampler
         elements = stage_elements(config, None, self.layout, 0)
         # The head, or the tied embedding, is read. Of an untied embedding only a few rows are looked up.
-        rest = replace(elements, experts=0, ends=table_size(config, self.layout))
-        return weight_bytes(rest, dtype), elements.experts * dtype.num_bytes
+        dense_elements = replace(elements, experts=0, ends=table_size(config, self.layout))
+        return weight_bytes(dense_elements, dtype), elements.experts * dtype.num_bytes
 
     def products(self, sequences: Floats, generated: Floats) -> Floats:
         """Return the seconds of the products of a decode step [n]."""

@@ -125,9 +125,9 @@ def _explain_no_world(problem: Problem, allowed: Allowed) -> str:
         f"{name} is {layout} of {layout.world} ranks" for name, layout in layout_options.items() if layout
     ]
     free = replace(allowed, train_layout=None, rollout_layout=None)
-    ways = [f"{train} train and {rollout} sample" for train, rollout, _ in _list_worlds(problem, free)]
+    parts = [f"{train} train and {rollout} sample" for train, rollout, _ in _list_worlds(problem, free)]
     return (
-        f"{' and '.join(requests)}, but of {problem.cluster.num_gpus} GPUs {' or '.join(ways)}; use as many "
+        f"{' and '.join(requests)}, but of {problem.cluster.num_gpus} GPUs {' or '.join(parts)}; use as many "
         "ranks, or other GPUs"
     )
 
@@ -260,13 +260,13 @@ def _match_pairs(
     reasons: dict[Base, str] = {}
     for base in allowed.bases if placement == Placement.COLOCATED else (Base.TWO,):
         partners, reason_counts = _choose_partners(train, base), Counter[str]()
-        ways = (
+        candidates = (
             (trainer.seconds + sampler.seconds, i, j)
             for i, trainer in enumerate(partners)
             for j, sampler in enumerate(rollout)
         )
         best: list[tuple[float, int, Arrangement]] = []
-        for bound, i, j in sorted(ways):
+        for bound, i, j in sorted(candidates):
             if len(best) >= FINAL and bound >= best[FINAL - 1][0]:
                 break
             trainer, sampler = partners[i], rollout[j]
@@ -344,8 +344,8 @@ def _describe_shortage(
             lacks.append((excess[phase], f"{trainer.setup.layout} with {sampler.setup.layout} in {phase}"))
     if not lacks:
         return "trainer or sampler does not fit alone"
-    shortage, where = min(lacks, key=lambda lack: lack[0])
-    return f"{max(shortage, 0.0) / GB:.1f} GB a GPU too much at best, {where}"
+    shortage, pair_name = min(lacks, key=lambda lack: lack[0])
+    return f"{max(shortage, 0.0) / GB:.1f} GB a GPU too much at best, {pair_name}"
 
 
 def _make_plan(problem: Problem, clock: Clock, arrangement: Arrangement) -> Plan | None:
@@ -377,14 +377,12 @@ def why_lost(winner: Plan, other: Plan) -> str:
     excess = other.times.total / max(winner.times.total, 1e-9) - 1
     if excess < 0.0005:
         return "as fast; it comes later in the order of layouts"
-    first, second = (
+    fast, slow = (
         Counter({(part, term): s for part, terms in plan.times.terms.items() for term, s in terms.items()})
         for plan in (winner, other)
     )
-    worst = max(sorted(first | second), key=lambda key: second[key] - first[key])
-    return (
-        f"{excess:.1%} slower: {' '.join(worst)} takes {second[worst]:.1f} s instead of {first[worst]:.1f} s"
-    )
+    worst = max(sorted(fast | slow), key=lambda key: slow[key] - fast[key])
+    return f"{excess:.1%} slower: {' '.join(worst)} takes {slow[worst]:.1f} s instead of {fast[worst]:.1f} s"
 
 
 def distinct(plans: Iterable[Plan], number: int) -> list[Plan]:

@@ -72,12 +72,12 @@ class Roofline:
         terms["refit"] = self._scale("refit", refit_seconds(problem, arrangement, self.efficiency))
         terms["switch"] = self._scale("switch", switch_seconds(problem, arrangement, self.efficiency))
         sums = {name: sum(parts.values()) for name, parts in terms.items()}
-        overlapped = 0.0
+        overlap = 0.0
         if arrangement.placement == Placement.APART and arrangement.lag > 0:
-            overlapped = min(sums["rollout"], sums["train"] + sums["logprobs"])
+            overlap = min(sums["rollout"], sums["train"] + sums["logprobs"])
         total = sum(sums.values()) or 1.0
         spread = math.sqrt(sum((SPREAD.get(name, 0.3) * s) ** 2 for name, s in sums.items())) / total
-        return Times(terms=terms, low=1 / (1 + spread), high=1 + spread, overlapped=overlapped)
+        return Times(terms=terms, low=1 / (1 + spread), high=1 + spread, overlapped=overlap)
 
     def _scale(self, phase: str, terms: Mapping[str, float]) -> dict[str, float]:
         factor = self.factors.get(phase, 1.0)
@@ -345,8 +345,8 @@ def refit_bytes(problem: Problem, arrangement: Arrangement) -> float:
     if problem.adapter is not None:
         return values * problem.precision.compute.num_bytes
     is_same = arrangement.train.layout == arrangement.rollout.layout and arrangement.base == Base.SHARED
-    colocated = arrangement.placement == Placement.COLOCATED
-    return 0.0 if is_same and colocated else values * problem.precision.sampler.num_bytes
+    is_colocated = arrangement.placement == Placement.COLOCATED
+    return 0.0 if is_same and is_colocated else values * problem.precision.sampler.num_bytes
 
 
 def refit_seconds(problem: Problem, arrangement: Arrangement, efficiency: Efficiency) -> dict[str, float]:

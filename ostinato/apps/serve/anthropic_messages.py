@@ -89,8 +89,8 @@ class MessagesBody(Strict):
 
     def _continues_answer(self) -> bool:
         """Return whether the last message is the beginning of the answer."""
-        *_, last = ({}, *self._messages())  # messages without blocks are left out
-        return last.get("role") == "assistant" and not last.get("tool_calls")
+        *_, last_message = ({}, *self._messages())  # messages without blocks are left out
+        return last_message.get("role") == "assistant" and not last_message.get("tool_calls")
 
     def _messages(self) -> Iterator[dict[str, Any]]:
         if self.system:

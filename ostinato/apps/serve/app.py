@@ -221,8 +221,8 @@ class Door:
         policy = (
             "default-src 'none'; style-src 'unsafe-inline'; script-src 'self' 'unsafe-inline'; img-src data:"
         )
-        rest = "connect-src 'self'; base-uri 'none'; frame-ancestors 'none'"
-        headers = {"Content-Security-Policy": f"{policy}; {rest}"}
+        frame_policy = "connect-src 'self'; base-uri 'none'; frame-ancestors 'none'"
+        headers = {"Content-Security-Policy": f"{policy}; {frame_policy}"}
         text = PAGE.read_text(encoding="utf-8")
         temperature_field = f'step="0.1" value="{self._service.defaults.temperature:g}"'
         text = text.replace('step="0.1" value="1"', temperature_field)
@@ -269,10 +269,10 @@ def _make_id(kind: str) -> str:
 
 def _sum_usage(calls: list[Call], answers: dict[int, Answer]) -> Usage:
     """Sum the usage of all calls. Each prompt counts once, whatever its number of answers."""
-    parts, first = [], 0
+    parts, offset = [], 0
     for call in calls:
-        parts.append(Usage.of([answers[first + k] for k in range(call.n)]))
-        first += call.n
+        parts.append(Usage.of([answers[offset + k] for k in range(call.n)]))
+        offset += call.n
     return Usage(
         prompt=sum(part.prompt for part in parts),
         cached=sum(part.cached for part in parts),
@@ -290,12 +290,12 @@ async def _stream(parts: Parts, events: Callable[[Parts], AsyncIterator[str]]) -
     """Return server-sent events. An error before the first part has its own HTTP status; a later error is the
     last event. Starlette cancels the stream of a client that hangs up, which frees the memory of its
     answer."""
-    first = await anext(parts)
+    first_part = await anext(parts)
 
     async def write_lines() -> AsyncIterator[str]:
         async with aclosing(parts):
             try:
-                async for line in events(_prepend_part(first, parts)):
+                async for line in events(_prepend_part(first_part, parts)):
                     yield line
             except ApiError as error:
                 yield sse(error.body(), "error")
@@ -305,8 +305,8 @@ async def _stream(parts: Parts, events: Callable[[Parts], AsyncIterator[str]]) -
     )
 
 
-async def _prepend_part(first: tuple[int, Piece | Answer], parts: Parts) -> Parts:
-    yield first
+async def _prepend_part(first_part: tuple[int, Piece | Answer], parts: Parts) -> Parts:
+    yield first_part
     async for part in parts:
         yield part
 

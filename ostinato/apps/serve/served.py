@@ -76,15 +76,15 @@ def open_service(serving: Serving) -> Iterator[Served]:
 
     thread = EngineThread(make)
     try:
-        (loaded,) = loads
+        (policies,) = loads
         metrics = Metrics()
-        metrics.watch(loaded.engine)
-        renderer, vocab_size = loaded.policy.renderer, loaded.policy.decoder.config.vocab_size
-        context = serving.limits.context or loaded.engine.context_limit
+        metrics.watch(policies.engine)
+        renderer, vocab_size = policies.policy.renderer, policies.policy.decoder.config.vocab_size
+        context = serving.limits.context or policies.engine.context_limit
         limits = replace(serving.limits, context=context, vocab_size=vocab_size)
-        guides, defaults = Guides(renderer, vocab_size), sampling_defaults(loaded.policy.folder)
-        service = Service(thread, renderer, loaded.models, limits, metrics, guides, defaults)
-        yield Served(service=service, thread=thread, decoder=loaded.policy.decoder, runs=loaded.runs)
+        guides, defaults = Guides(renderer, vocab_size), sampling_defaults(policies.policy.folder)
+        service = Service(thread, renderer, policies.models, limits, metrics, guides, defaults)
+        yield Served(service=service, thread=thread, decoder=policies.policy.decoder, runs=policies.runs)
     finally:
         thread.close()
 
@@ -105,22 +105,22 @@ def _load_all(serving: Serving) -> _LoadedPolicies:
     models: dict[str, Model] = {}
     path = policy.recipe.model.path
     base = Path(path).name if "/" in path and Path(path).exists() else path.removeprefix("asset:")
-    created = int(time.time())
+    now = int(time.time())
     run = recipe_of(serving.target)[1]
     if policy.adapters is not None:
         name = serving.name or (run.path.resolve().name if run else "adapter")
         engine.publish(policy.adapters, policy.step, name)
-        models[name] = Model(name=name, policy=name, created=created, version=policy.step, parent=base)
+        models[name] = Model(name=name, policy=name, created=now, version=policy.step, parent=base)
         if run is not None:
             runs[name] = run
     base = base if policy.adapters is not None or not serving.name else serving.name
-    models[base] = Model(name=base, policy=BASE, created=created, version=0 if models else policy.step)
+    models[base] = Model(name=base, policy=BASE, created=now, version=0 if models else policy.step)
     for name, source in serving.adapters.items():
         if name in models:
             raise ValueError(f"--adapter {name}={source}: the name {name!r} is taken; choose another one")
         step, adapters, run = load_adapter(source, policy.decoder)
         engine.publish(adapters, step, name)
-        models[name] = Model(name=name, policy=name, created=created, version=step, parent=base)
+        models[name] = Model(name=name, policy=name, created=now, version=step, parent=base)
         if run is not None:
             runs[name] = run
     return _LoadedPolicies(engine=engine, policy=policy, models=models, runs=runs)

@@ -147,7 +147,7 @@ class Listings:
             }
         )
 
-    def _describe_run(self, id: str, created: float, document: dict[str, Any]) -> dict[str, Any]:
+    def _describe_run(self, id: str, created_at: float, document: dict[str, Any]) -> dict[str, Any]:
         rows = [_describe_checkpoint(*entry) for entry in self._registry.all(CHECKPOINT, id)]
 
         def find_newest(kind: str) -> dict[str, Any] | None:
@@ -159,7 +159,7 @@ class Listings:
             "model_owner": "local",
             "is_lora": True,
             "lora_rank": document["spec"]["rank"],
-            "last_request_time": _format_time(self._registry.last_time(id) or created),
+            "last_request_time": _format_time(self._registry.last_time(id) or created_at),
             "last_checkpoint": find_newest("training"),
             "last_sampler_checkpoint": find_newest("sampler"),
             "user_metadata": document["user_metadata"],
@@ -180,11 +180,11 @@ def _cut_page(rows: list[Any], request: Request, default: int = 20) -> tuple[lis
     return rows[offset : offset + limit], {"offset": offset, "limit": limit, "total_count": len(rows)}
 
 
-def _describe_checkpoint(path: str, created: float, document: dict[str, Any]) -> dict[str, Any]:
+def _describe_checkpoint(path: str, created_at: float, document: dict[str, Any]) -> dict[str, Any]:
     return {
         "checkpoint_id": path.split("/", 3)[3],
         "checkpoint_type": document["kind"],
-        "time": _format_time(created),
+        "time": _format_time(created_at),
         "tinker_path": path,
         "size_bytes": document["size"],
         "public": False,

@@ -182,7 +182,7 @@ class Models:
     async def close(self) -> None:
         """Save a snapshot of every clean model, so that the next process repeats nothing."""
         for model in self._models.values():
-            await self._thread.call(lambda _, loaded=model: self._close_model(loaded, "stopped"))
+            await self._thread.call(lambda _, target=model: self._close_model(target, "stopped"))
 
     def sampled(self, id: str, tokens: int) -> None:
         """Count ``tokens`` sampled from a policy of this model."""
@@ -223,9 +223,9 @@ class Models:
                 return metrics
             case "load_weights":
                 body = parse_body(LoadBody, stored.body or b"")
-                trained = model.trained
+                accumulator = model.trained
                 checkpoint = load_checkpoint(
-                    self._find(body.path), identity=identity(self._base, trained.adapters.spec)
+                    self._find(body.path), identity=identity(self._base, accumulator.adapters.spec)
                 )
                 assert checkpoint is not None
                 bad_names = [
@@ -233,8 +233,8 @@ class Models:
                 ]
                 if bad_names:
                     raise UserError(f"{body.path} is not finite in {bad_names[0]}; load an earlier one")
-                trained.restore(checkpoint.tensors, optimizer=body.optimizer)
-                trained.steps = checkpoint.step if body.optimizer else 0
+                accumulator.restore(checkpoint.tensors, optimizer=body.optimizer)
+                accumulator.steps = checkpoint.step if body.optimizer else 0
                 model.is_clean, model.saved_at = True, 0.0  # a snapshot is due: the checkpoint may be deleted
         return None
 
@@ -243,10 +243,10 @@ class Models:
         document = self._registry.require(MODEL, id)
         spec, config = spec_of(document["spec"]), self._base.decoder.config
         adapters = init_adapters(config, spec, document["seed"], self._base.decoder.device)
-        trained = Accumulator(self._base.decoder, adapters, ops=self._base.ops)
+        accumulator = Accumulator(self._base.decoder, adapters, ops=self._base.ops)
         snapshot = load_checkpoint(self._make_snapshot_folder(id), identity=identity(self._base, spec))
         num_taken = snapshot.state.get("taken", snapshot.state["steps"]) if snapshot else 0
-        model = Model(id, trained, self._open_record(id, document, num_taken), num_taken)
+        model = Model(id, accumulator, self._open_record(id, document, num_taken), num_taken)
         if snapshot is not None:
             model.trained.restore(snapshot.tensors)
             model.trained.steps = snapshot.state["steps"]
@@ -276,20 +276,20 @@ class Models:
             return
         if self._registry.last_seq(model.id) < model.seq:
             return  # the last request is not answered, so it will run again
-        trained = model.trained
+        accumulator = model.trained
         checkpoint = Checkpoint(
             step=model.seq,
-            tensors=trained.tensors(),
-            state={"steps": trained.steps, "taken": model.taken},
-            identity=identity(self._base, trained.adapters.spec),
+            tensors=accumulator.tensors(),
+            state={"steps": accumulator.steps, "taken": model.taken},
+            identity=identity(self._base, accumulator.adapters.spec),
         )
         save_checkpoint(self._make_snapshot_folder(model.id), checkpoint, keep=1)
         model.saved, model.saved_at = model.seq, time.monotonic()
         self._registry.forget_bodies(model.id, model.seq)
 
-    def _close_model(self, model: Model, why: str) -> None:
+    def _close_model(self, model: Model, reason: str) -> None:
         self._save_snapshot(model, now=True)
-        model.record.close(why)
+        model.record.close(reason)
 
     def _open_record(self, id: str, document: dict[str, Any], step: int) -> Record:
         adapter = {name: document["spec"][name] for name in ("rank", "alpha")}

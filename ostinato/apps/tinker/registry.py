@@ -191,4 +191,4 @@ class Registry:
         query = sa.select(T.id, T.created, T.body).where(T.kind == kind)
         query = query if owner is None else query.where(T.owner == owner)
         rows = self._db.rows(query.order_by(T.created.desc(), T.id.desc()))
-        return [(id, created, json.loads(body)) for id, created, body in rows]
+        return [(id, created_at, json.loads(body)) for id, created_at, body in rows]

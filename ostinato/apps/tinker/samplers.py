@@ -49,12 +49,12 @@ def identity(base: Base, spec: AdapterSpec) -> dict[str, str]:
 def with_tensors(base: Base, spec: AdapterSpec, tensors: Mapping[str, Tensor]) -> Adapters:
     """Return the adapters of a training checkpoint."""
     adapters = init_adapters(base.decoder.config, spec, device=base.decoder.device)
-    restored = adapters.detach_copy()
+    adapters_copy = adapters.detach_copy()
     prefix = "parameters."
-    restored.load_state_dict(
+    adapters_copy.load_state_dict(
         {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
     )
-    return restored
+    return adapters_copy
 
 
 class Samplers:

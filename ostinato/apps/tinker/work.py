@@ -243,9 +243,9 @@ class Work:
         if body.target_prompt_logprobs is not None or body.prompt_alt_tokens_k:
             raise UserError("target_prompt_logprobs and prompt_alt_tokens_k are not computed by this server")
         sampling = body.sampling(self.base.renderer.stop_tokens, self.base.context - len(tokens))
-        drawn = int.from_bytes(hashlib.sha256(stored.id.encode()).digest()[:7])
-        given = body.sampling_params.seed
-        seed = drawn if given is None else (given + 2**63) % 2**64 - 2**63
+        derived_seed = int.from_bytes(hashlib.sha256(stored.id.encode()).digest()[:7])
+        client_seed = body.sampling_params.seed
+        seed = derived_seed if client_seed is None else (client_seed + 2**63) % 2**64 - 2**63
         requests = [
             Request(
                 tokens=tokens,
