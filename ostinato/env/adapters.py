@@ -32,7 +32,7 @@ SCHEMA_S = 10.0  # for a server to send the schema of its actions and observatio
 Step = tuple[str, float, bool, bool, dict[str, Any]]
 
 
-def _import_package(name: str, install: str) -> Any:
+def _import(name: str, install: str) -> Any:
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # some packages print a greeting
             return importlib.import_module(name)
@@ -59,7 +59,7 @@ class OpenEnv:
     """
 
     def __init__(self, url: str, action: str = "", observation: str = "", **fields: Any) -> None:
-        client = _import_package("openenv.core", "openenv-core").GenericEnvClient
+        client = _import("openenv.core", "openenv-core").GenericEnvClient
         self._field = action or _find_text_field(url, "action")
         self._shown = observation or f"{{{_find_text_field(url, 'observation')}}}"
         self._fields, self._client = fields, client(base_url=url).sync()
@@ -91,7 +91,7 @@ class Gem:
     """The gem-llm game ``id``; ``params`` are passed to ``gem.make``."""
 
     def __init__(self, id: str, action: str = "{text}", shown: str = "", **params: Any) -> None:
-        self._env, self._template = _import_package("gem", "gem-llm").make(id, **params), action
+        self._env, self._template = _import("gem", "gem-llm").make(id, **params), action
         self._shown = re.compile(shown)
 
     def reset(self, *, seed: int, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -109,10 +109,7 @@ class TextArena:
     """The single-player textarena game ``id``; ``params`` are passed to ``textarena.make``."""
 
     def __init__(self, id: str, action: str = "{text}", shown: str = "", **params: Any) -> None:
-        self._env, self._template = (
-            _import_package("textarena", "textarena").make(env_id=id, **params),
-            action,
-        )
+        self._env, self._template = _import("textarena", "textarena").make(env_id=id, **params), action
         self._shown = re.compile(shown)
 
     def reset(self, *, seed: int, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -145,7 +142,7 @@ class TextWorld:
     Each game is compiled once per process, which takes about a second."""
 
     def __init__(self, rooms: int = 1, objects: int = 2, quest: int = 1, shown: str = "") -> None:
-        self._textworld = _import_package("textworld", "textworld")
+        self._textworld = _import("textworld", "textworld")
         self._size, self._shown = (rooms, objects, quest), re.compile(shown)
         self._env, self._score = None, 0.0
         self._commands: list[str] = []

@@ -66,17 +66,15 @@ def _read_rows(source: str, split: str, *, holdout: float = 0.0, config: str = "
     if not 0 <= holdout < 1:
         raise ValueError(f"task.params.holdout is {holdout}; use a share of the rows in [0, 1)")
     rows, has_splits = raw_rows(source, split, config, holdout)
-    named_rows = [(f"row {number} of {source}", row) for number, row in rows]
+    pairs = [(f"row {number} of {source}", row) for number, row in rows]
     if not has_splits and (holdout or split == "eval"):
-        mask = holdout_mask([_extract_question(row) for _, row in named_rows], holdout)
-        named_rows = [
-            pair for pair, is_held in zip(named_rows, mask, strict=True) if is_held == (split == "eval")
-        ]
-    if not named_rows and (split == "train" or holdout):
+        mask = holdout_mask([_extract_question(row) for _, row in pairs], holdout)
+        pairs = [pair for pair, is_held in zip(pairs, mask, strict=True) if is_held == (split == "eval")]
+    if not pairs and (split == "train" or holdout):
         raise ValueError(
             f"task.source {source} has no rows for {split}; check the file and task.params.holdout"
         )
-    return named_rows
+    return pairs
 
 
 def _extract_question(row: Row) -> str:
@@ -130,7 +128,7 @@ def _encode_row(renderer: Renderer, row: Row, turns: Turns, key: str) -> _Pieces
         raise ValueError("it has tools, which are not read here; leave the column out")
     template_kwargs = read_value(row, "chat_template_kwargs", dict, "it") or {}
     if key == "completion" and row.get("messages") is not None:
-        return _encode_chat(renderer, _read_text_messages(row["messages"]), 0, turns, template_kwargs)
+        return _encode_chat(renderer, _read_messages(row["messages"]), 0, turns, template_kwargs)
     columns = "messages, or prompt and completion" if key == "completion" else "prompt, chosen and rejected"
     for name in ("prompt", key):
         if not row.get(name):
@@ -139,13 +137,9 @@ def _encode_row(renderer: Renderer, row: Row, turns: Turns, key: str) -> _Pieces
     if isinstance(prompt, str) != isinstance(answer, str):
         raise ValueError(f"one of 'prompt' and {key!r} is a text and the other a chat; give both alike")
     if not isinstance(prompt, str):
-        prompt_messages = _read_text_messages(prompt)
+        context = _read_messages(prompt)
         return _encode_chat(
-            renderer,
-            (*prompt_messages, *_read_text_messages(answer)),
-            len(prompt_messages),
-            turns,
-            template_kwargs,
+            renderer, (*context, *_read_messages(answer)), len(context), turns, template_kwargs
         )
     tokens = renderer.encode(answer)
     if renderer.eos is not None and int(tokens[-1]) not in renderer.stop_tokens:
@@ -153,7 +147,7 @@ def _encode_row(renderer: Renderer, row: Row, turns: Turns, key: str) -> _Pieces
     return [(renderer.prompt(Prompt(uid="", text=prompt)), False), (tokens, True)]
 
 
-def _read_text_messages(chat: Any) -> tuple[dict[str, str], ...]:
+def _read_messages(chat: Any) -> tuple[dict[str, str], ...]:
     for message in chat if isinstance(chat, list | tuple) else [chat]:
         fields = message if isinstance(message, Mapping) else {}
         if non_texts := [key for key, value in fields.items() if value and not isinstance(value, str)]:

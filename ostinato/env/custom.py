@@ -64,7 +64,7 @@ def new_factory(spec: str, params: Mapping[str, Any]) -> Factory:
         if not callable(getattr(env, name, None)):
             raise ValueError(f"task.env {spec!r} has no method {name}(); see docs/guide/environment.md")
     with _name_failures(spec, params):
-        _call_in_time("close", lambda: _close_env(env))
+        _call_in_time("close", lambda: _close(env))
     return lambda: make(**params)
 
 
@@ -100,10 +100,8 @@ def seeds(
         if make is not None:
             with _name_failures(spec, {"seed": env_seed}):
                 env = _call_in_time("__init__", make, timeout_s)
-                text = _call_in_time(
-                    "reset", partial(_reset_env, env, env_seed, {"seed": env_seed}), timeout_s
-                )
-                _call_in_time("close", partial(_close_env, env), timeout_s)
+                text = _call_in_time("reset", partial(_reset, env, env_seed, {"seed": env_seed}), timeout_s)
+                _call_in_time("close", partial(_close, env), timeout_s)
         if not text:
             raise ValueError(
                 f'task.env {spec!r}: reset() gives no text, and task.source = "seeds" has none either'
@@ -113,7 +111,7 @@ def seeds(
     return prompts
 
 
-def _reset_env(env: TextEnv, seed: int, options: Mapping[str, Any]) -> str:
+def _reset(env: TextEnv, seed: int, options: Mapping[str, Any]) -> str:
     observation = env.reset(seed=seed, options=options)
     return _check_text(
         observation[0] if isinstance(observation, tuple) and observation else observation, "reset"
@@ -131,7 +129,7 @@ def _check_text(value: Any, method: str) -> str:
     return value
 
 
-def _close_env(env: TextEnv) -> None:
+def _close(env: TextEnv) -> None:
     close = getattr(env, "close", None)
     if callable(close):
         close()
@@ -169,9 +167,7 @@ class EnvEpisode:
         seed = int.from_bytes(hashlib.sha256(self._prompt.uid.encode()).digest()[:4], "big") >> 1
         async with self._open_lock:
             self._env = env = await self._call("__init__", self._make)
-            text = await self._call(
-                "reset", partial(_reset_env, env, int(columns.get("seed", seed)), columns)
-            )
+            text = await self._call("reset", partial(_reset, env, int(columns.get("seed", seed)), columns))
         tools = {name: getattr(env, name) for name in getattr(env, "tools", ())}
         self._tools = Toolbox(tools, self._timeout_s, self._counters)
         self._prompt = replace(to_chat(self._prompt), tools=(*self._prompt.tools, *self._tools.schemas))
@@ -238,7 +234,7 @@ class EnvEpisode:
         """Close the environment; later calls do nothing."""
         if self._env is not None:
             env, self._env = self._env, None
-            await self._call("close", partial(_close_env, env))
+            await self._call("close", partial(_close, env))
 
 
 def _read_step(result: Any) -> tuple[str | list[Message], float, bool]:

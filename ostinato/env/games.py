@@ -61,11 +61,11 @@ class PriceList:
         request = EQUALS.search(action)
         if request and self._left:
             self._left -= 1
-            price, is_first = (
+            price, is_new = (
                 self.lookup(int(request[1])),
                 int(request[1]) == self._item and not self._has_price,
             )
-            self._has_price, reward = self._has_price or is_first, 0.3 if is_first else 0.0
+            self._has_price, reward = self._has_price or is_new, 0.3 if is_new else 0.0
             return ("none" if price is None else str(price)), reward, False, False, {}
         numbers = _NUMBER.findall(action)
         is_right = bool(numbers) and int(numbers[-1]) == self._prices[self._item - 1]

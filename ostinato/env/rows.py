@@ -103,12 +103,10 @@ def with_columns(rows: Sequence[Prompt], columns: Mapping[str, Any]) -> list[Pro
             f"task.columns has {min(reserved_names)!r}, which the rollout gives to rewards; rename it"
         )
 
-    def choose_missing(row: Prompt) -> dict[str, Any]:
+    def find_unset(row: Prompt) -> dict[str, Any]:
         return {name: value for name, value in columns.items() if row.columns.get(name) is None}
 
-    return (
-        [replace(row, columns={**row.columns, **choose_missing(row)}) for row in rows] if columns else [*rows]
-    )
+    return [replace(row, columns={**row.columns, **find_unset(row)}) for row in rows] if columns else [*rows]
 
 
 def prompt_from_row(row: Row, where: str, prompt_column: str = "", answer_column: str = "") -> Prompt:

@@ -90,18 +90,16 @@ def load_tasks(
 def check_disjoint(train: Sequence[Prompt], evaluation: Sequence[Prompt]) -> None:
     """Raise ValueError when an evaluation prompt, by uid or by content, is also trained on."""
     uids = {prompt.uid for prompt in train}
-    contents = {_join_content(prompt) for prompt in train}
-    duplicates = [
-        prompt.where for prompt in evaluation if prompt.uid in uids or _join_content(prompt) in contents
-    ]
-    if duplicates:
+    contents = {_get_text(prompt) for prompt in train}
+    copies = [prompt.where for prompt in evaluation if prompt.uid in uids or _get_text(prompt) in contents]
+    if copies:
         raise ValueError(
-            f"{len(duplicates)} of {len(evaluation)} evaluation prompts are also in the training data "
-            f"(the first is {duplicates[0]}); set task.params.holdout to the share to hold out, e.g. 0.1"
+            f"{len(copies)} of {len(evaluation)} evaluation prompts are also in the training data "
+            f"(the first is {copies[0]}); set task.params.holdout to the share to hold out, e.g. 0.1"
         )
 
 
-def _join_content(prompt: Prompt) -> str:
+def _get_text(prompt: Prompt) -> str:
     """Return the text of a prompt without system messages, which may differ between the splits."""
     if prompt.messages is None:
         return prompt.text or ""

@@ -145,7 +145,7 @@ def schema_of(name: str, tool: Tool) -> dict[str, Any]:
     except Exception:  # a user's code: an annotation may name a type that does not exist
         hints = {}
     summary, descriptions = _parse_docstring(inspect.getdoc(tool) or "")
-    fields, required_fields = dict[str, Any](), list[str]()
+    fields, required = dict[str, Any](), list[str]()
     for field, parameter in inspect.signature(tool).parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
@@ -153,12 +153,8 @@ def schema_of(name: str, tool: Tool) -> dict[str, Any]:
         if field in descriptions:
             fields[field]["description"] = descriptions[field]
         if parameter.default is parameter.empty:
-            required_fields.append(field)
-    parameters = {
-        "type": "object",
-        "properties": fields,
-        **({"required": required_fields} if required_fields else {}),
-    }
+            required.append(field)
+    parameters = {"type": "object", "properties": fields, **({"required": required} if required else {})}
     function = {"name": name, "description": summary, "parameters": parameters}
     return {"type": "function", "function": function}
 
@@ -250,10 +246,8 @@ def resolve_tools(specs: Sequence[str]) -> dict[str, Tool]:
             new_tools: Mapping[str, Tool] = mcp_tools.McpServer(spec).tools
         else:
             new_tools = {spec.rpartition(":")[2]: BUILT_IN.get(spec) or _import_tool(spec)}
-        if duplicates := sorted(tools.keys() & new_tools):
-            raise ValueError(
-                f"task.tools has {duplicates[0]!r} twice, the second time from {spec!r}; drop one"
-            )
+        if repeats := sorted(tools.keys() & new_tools):
+            raise ValueError(f"task.tools has {repeats[0]!r} twice, the second time from {spec!r}; drop one")
         tools |= new_tools
     return tools
 

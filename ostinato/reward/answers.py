@@ -77,9 +77,7 @@ _UNIT = re.compile(
 )
 _MAX_MARKED = 600  # characters of a marked answer that may have words around its number
 _LOOK_BACK = 80  # characters before a number that may make it part of a larger term
-_NUMERAL_SIGNS = frozenset(
-    "\N{SUPERSCRIPT MINUS}\N{SUPERSCRIPT PLUS SIGN}\N{SUPERSCRIPT LATIN SMALL LETTER N}"
-)
+_NUM_SIGNS = frozenset("\N{SUPERSCRIPT MINUS}\N{SUPERSCRIPT PLUS SIGN}\N{SUPERSCRIPT LATIN SMALL LETTER N}")
 
 
 def text_of(completion: str | Sequence[dict[str, str]]) -> str:
@@ -142,8 +140,8 @@ def _find_closing_brace(text: str, start: int) -> int | None:
 def final_answer(text: str) -> str:
     """Return the marked answer after thinking, else the last line that is not blank."""
     text = after_thinking(text)
-    marked_text = marked_answer(text)
-    return marked_text if marked_text is not None else text.strip().rpartition("\n")[2].strip()
+    mark = marked_answer(text)
+    return mark if mark is not None else text.strip().rpartition("\n")[2].strip()
 
 
 def whole_number(text: str) -> tuple[Fraction, ...]:
@@ -228,7 +226,7 @@ def last_number_match(text: str) -> re.Match[str] | None:
         return None
     start, end = matches[0].span()
     neighbours = text[max(0, start - 1) : start] + text[end : end + 1]
-    if any(char in _NUMERAL_SIGNS or (char.isnumeric() and not char.isascii()) for char in neighbours):
+    if any(char in _NUM_SIGNS or (char.isnumeric() and not char.isascii()) for char in neighbours):
         return None
     text_before = text[max(0, start - _LOOK_BACK) : start]
     is_part = _MORE_BEFORE.search(text_before) and not _LABEL.search(text_before)

@@ -202,20 +202,18 @@ def _analyse_names(code: str) -> Names | None:
             top = symtable.symtable(textwrap.dedent(code), "<answer>", "exec")
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
-    tables, used_names = [top], set[str]()
+    tables, uses = [top], set[str]()
     for table in tables:
-        used_names |= {
+        uses |= {
             symbol.get_name()
             for symbol in table.get_symbols()
             if symbol.is_referenced() and symbol.is_global()
         }
         tables += table.get_children()
-    imported_names = frozenset(symbol.get_name() for symbol in top.get_symbols() if symbol.is_imported())
-    defined_names = frozenset(symbol.get_name() for symbol in top.get_symbols() if symbol.is_assigned())
+    imports = frozenset(symbol.get_name() for symbol in top.get_symbols() if symbol.is_imported())
+    definitions = frozenset(symbol.get_name() for symbol in top.get_symbols() if symbol.is_assigned())
     return Names(
-        defined=defined_names,
-        imported=imported_names,
-        used=frozenset(used_names) - defined_names - imported_names - _BUILTINS,
+        defined=definitions, imported=imports, used=frozenset(uses) - definitions - imports - _BUILTINS
     )
 
 

@@ -150,12 +150,10 @@ def summary() -> str:
     process = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     if process.returncode:
         return f"unknown: {(process.stderr.strip().splitlines() or ['no output'])[-1]}"
-    working_means = json.loads(process.stdout)
-    means_text = " and ".join(working_means) or "cleaned environment alone"
+    names = json.loads(process.stdout)
+    text = " and ".join(names) or "cleaned environment alone"
     return (
-        f"{means_text}; rewards can {' and '.join(gaps)}"
-        if (gaps := left_open(working_means))
-        else f"complete, by {means_text}"
+        f"{text}; rewards can {' and '.join(gaps)}" if (gaps := left_open(names)) else f"complete, by {text}"
     )
 
 
@@ -313,17 +311,12 @@ def _apply_seccomp() -> None:
     if platform.machine() not in AUDIT_ARCH:
         raise OSError(f"no filter is known for {platform.machine()}")
     arch, socket = AUDIT_ARCH[platform.machine()]
-    load, equal, greater_equal, end = (
-        0x20,
-        0x15,
-        0x35,
-        0x06,
-    )  # operations of the classic Berkeley packet filter
+    load, equal, at_least, end = 0x20, 0x15, 0x35, 0x06  # of the classic Berkeley packet filter
     program = [  # (code, jump if true, jump if false, value)
         (load, 0, 0, 4),  # the architecture: 32-bit programs have other numbers
         (equal, 0, 6, arch),
         (load, 0, 0, 0),  # the number of the call
-        (greater_equal, 4, 0, X32),
+        (at_least, 4, 0, X32),
         (equal, 3, 0, IO_URING_SETUP),
         (equal, 0, 3, socket),
         (load, 0, 0, 16),  # its first argument

@@ -54,14 +54,10 @@ def own_answer(prompt: Prompt, function: str = "") -> str | None:
     if not isinstance(answer, str | int | float):
         return None
     text = str(answer)
-    marked_text = marked_answer(text)
-    if function == "exact" and marked_text is not None:
-        return marked_text
-    return (
-        rf"\boxed{{{text}}}"
-        if function == "math_verify" and marked_text is None and "$" not in text
-        else text
-    )
+    mark = marked_answer(text)
+    if function == "exact" and mark is not None:
+        return mark
+    return rf"\boxed{{{text}}}" if function == "math_verify" and mark is None and "$" not in text else text
 
 
 def spread(prompts: Sequence[Prompt], count: int = ROWS) -> list[Prompt]:

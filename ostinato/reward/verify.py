@@ -97,8 +97,8 @@ def expected_number(target: str) -> tuple[Fraction, ...]:
 
 def number_of(text: str) -> tuple[Fraction, ...]:
     """Return the readings of a completion's number: of its marked answer, else of its last number."""
-    marked_text = marked_answer(text)
-    return last_number(text) if marked_text is None else answered_number(marked_text)
+    mark = marked_answer(text)
+    return last_number(text) if mark is None else answered_number(mark)
 
 
 def _are_equal(readings: Sequence[Fraction], golds: Sequence[Fraction]) -> bool:
@@ -171,16 +171,14 @@ _FORMULA = re.compile(r"\$([^$]+)\$")
 def _parse_gold(target: str) -> list[Any]:
     answer = _extract_answer(target)
     formulas = [] if _NO_FORMULA.fullmatch(answer.strip(" $")) else _parse_whole(answer)
-    if any(
-        not isinstance(formula, str) for formula in formulas
-    ):  # the library returns a text that it could not read as a string
+    if any(not isinstance(formula, str) for formula in formulas):  # strings are texts that it could not read
         return formulas
     raise ValueError(f"the answer {target!r} cannot be parsed; use the reward exact or numeric")
 
 
 def _extract_answer(text: str) -> str:
-    marked_text = marked_answer(text)
-    return text if marked_text is None else marked_text
+    mark = marked_answer(text)
+    return text if mark is None else mark
 
 
 def _parse_whole(text: str) -> list[Any]:
@@ -208,9 +206,7 @@ def _judge_math(gold: list[Any], target: str, text: str) -> float:
         with _time_limit(MEMBER_LIMIT_S):
             if _are_equal(number_of(text), whole_number(_extract_answer(target))):
                 return 1.0
-            formulas = (
-                _FORMULA.findall(text) if (marked_text := marked_answer(text)) is None else [marked_text]
-            )
+            formulas = _FORMULA.findall(text) if (mark := marked_answer(text)) is None else [mark]
             formula, expected_text = formulas[-1] if formulas else text, _extract_answer(target)
             if formulas and _SCALE.findall(formula.lower()) != _SCALE.findall(expected_text.lower()):
                 return 0.0
@@ -225,9 +221,9 @@ def _parse_answers(text: str) -> Iterator[list[Any]]:
     """Yield the marked answer, and all boxes together where it is the last of several (two roots in two
     boxes). Of a text without a marked answer, yield the last formula, or the last number where there are no
     formulas."""
-    if (marked_text := marked_answer(text)) is not None:
-        yield _parse_whole(without_emphasis(marked_text))
-        if len(boxes := boxed(text)) > 1 and boxes[-1].strip() == marked_text:
+    if (mark := marked_answer(text)) is not None:
+        yield _parse_whole(without_emphasis(mark))
+        if len(boxes := boxed(text)) > 1 and boxes[-1].strip() == mark:
             yield _parse_whole(", ".join(boxes))
     elif _has_formulas(text):
         yield _parse_formulas(text)
@@ -252,7 +248,7 @@ def gym_score(
     verdicts = []
     for text, task, item in zip(answer_texts(completions, in_thought), gym, entry, strict=True):
         score = _load_gym_scorer(task["name"], json.dumps(task["config"], sort_keys=True))
-        scores = [_score_gym_answer(score, answer, item) for answer in _list_gym_answers(text, item)]
+        scores = [_score_answer(score, answer, item) for answer in _list_gym_answers(text, item)]
         verdicts.append(max((score for score in scores if not math.isnan(score)), default=math.nan))
     return verdicts
 
@@ -269,9 +265,7 @@ def _list_gym_answers(text: str, item: dict[str, Any]) -> list[str]:
     return [*answers, "\n".join(lines[-num_lines:])]
 
 
-def _score_gym_answer(
-    score: Callable[[str, dict[str, Any]], float], answer: str, item: dict[str, Any]
-) -> float:
+def _score_answer(score: Callable[[str, dict[str, Any]], float], answer: str, item: dict[str, Any]) -> float:
     try:
         return float(score(answer, item))
     except ValueError:
@@ -421,9 +415,7 @@ def resolve(spec: str) -> RewardFunction:
     """
     if spec in BUILT_IN:
         if spec in _PACKAGES:
-            _import_module(
-                _PACKAGES[spec], f"the reward {spec} needs the package {_PACKAGES[spec]}; install it"
-            )
+            _import(_PACKAGES[spec], f"the reward {spec} needs the package {_PACKAGES[spec]}; install it")
         return BUILT_IN[spec]
     source, separator, name = spec.rpartition(":")
     if not separator or not source or not name:
@@ -437,14 +429,14 @@ def resolve(spec: str) -> RewardFunction:
     elif source.endswith(".py"):
         function = getattr(_import_file(Path(source), spec), name, None)
     else:
-        module = _import_module(source, f"reward {spec!r}: there is no module {source!r}; check the name")
+        module = _import(source, f"reward {spec!r}: there is no module {source!r}; check the name")
         function = getattr(module, name, None)
     if not callable(function):
         raise ValueError(f"reward {spec!r}: {source} has no function {name!r}; define it there")
     return _adapt_verl(function) if _has_verl_form(function) else function
 
 
-def _import_module(name: str, message: str) -> ModuleType:
+def _import(name: str, message: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

@@ -150,15 +150,13 @@ def question(request: PlanRequest) -> dict[str, str]:
     total, moe = elements.trainable + elements.untrained, config.moe
     idle = elements.experts * (1 - moe.top_k / moe.num_experts) if moe else 0.0
     cache = kv_values(config, latent=problem.sampler.latent_kv) * precision.kv.num_bytes
-    trained_text = "all parameters"
+    target = "all parameters"
     if spec is not None:
         scheme = f", experts {spec.expert_scheme}" if moe else ""
-        trained_text = (
-            f"LoRA r={spec.rank} on {', '.join(spec.targets)}{scheme}: {elements.adapters / 1e6:,.1f}M"
-        )
+        target = f"LoRA r={spec.rank} on {', '.join(spec.targets)}{scheme}: {elements.adapters / 1e6:,.1f}M"
     return {
         "model": f"{problem.model.name}: {total / 1e9:,.2f}B parameters, {(total - idle) / 1e9:,.2f}B active",
-        "trained": trained_text,
+        "trained": target,
         "precision": f"base {precision.base}, sampler {precision.sampler}, compute {precision.compute}, "
         f"gradients {precision.gradient}, master {precision.master}, moments {precision.moments}",
         "work": f"{work.prompts} prompts x {work.group} answers, prompt {work.prompt_tokens}, answers mean "
@@ -229,19 +227,19 @@ def in_words(layout: Layout) -> str:
 def print_answer(console: Console, request: PlanRequest, ranking: Ranking, top: int) -> None:
     """Print the first plan in sentences, then the table of plans (those that Ostinato cannot start under a
     heading of their own, with what it lacks), memory and time of the first plan, and the request."""
-    problem, (plans, num_startable) = request.problem, shown(request.problem, ranking, top)
+    problem, (plans, count) = request.problem, shown(request.problem, ranking, top)
     for line in answer(problem, plans[0]):
         console.print(line)
     console.print(f"[bold]binding[/bold] {describe_limit(problem, plans[0])}")
-    if num_startable:
-        console.print(_make_plan_table(problem, "plans", plans[:num_startable]))
-    if plans[num_startable:]:
+    if count:
+        console.print(_make_plan_table(problem, "plans", plans[:count]))
+    if plans[count:]:
         console.print(
             _make_plan_table(
                 problem,
                 "what Ostinato cannot start yet",
-                plans[num_startable:],
-                first_number=num_startable + 1,
+                plans[count:],
+                start=count + 1,
             )
         )
     numbers: dict[str, list[str]] = {}
@@ -269,11 +267,11 @@ def _make_table(title: str, *columns: str) -> Table:
     return table
 
 
-def _make_plan_table(problem: Problem, title: str, plans: Sequence[Plan], first_number: int = 1) -> Table:
+def _make_plan_table(problem: Problem, title: str, plans: Sequence[Plan], start: int = 1) -> Table:
     table = _make_table(
         title, "", "train", "rollout", "base", "rows", "seq", "GB", "left", "s/step", "$/step"
     )
-    for number, plan in enumerate(plans, start=first_number):
+    for number, plan in enumerate(plans, start=start):
         a, worst = plan.arrangement, plan.memory[plan.fullest()]
         table.add_row(
             str(number),

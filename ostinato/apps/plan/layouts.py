@@ -67,9 +67,7 @@ def refuse(sampler: Sampler, config: ModelConfig, layout: Layout) -> None:
             f"layout {layout} has x{layout.expert_tensor}, which vLLM does not take; drop x (without e it "
             "cuts the width of experts by t)"
         )
-    data_per_server, remainder = divmod(
-        layout.expert, layout.tensor
-    )  # data ranks that share the same experts
+    data_per_server, remainder = divmod(layout.expert, layout.tensor)  # data ranks that share experts
     if layout.expert > 1 and (remainder or layout.data % data_per_server):
         raise ValueError(
             f"layout {layout} has e{layout.expert}, but vLLM spreads experts over all ranks of an engine or "

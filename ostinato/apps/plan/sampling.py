@@ -63,13 +63,13 @@ def occupancy(lengths: Sequence[int], slots: int) -> Occupancy:
     stop = start + length
     events, place = np.unique(np.concatenate([start, stop]), return_inverse=True)
     start_places, end_places = place[: len(length)], place[len(length) :]
-    num_events = len(events)
+    size = len(events)
     sequences = np.cumsum(
-        np.bincount(start_places, minlength=num_events) - np.bincount(end_places, minlength=num_events)
+        np.bincount(start_places, minlength=size) - np.bincount(end_places, minlength=size)
     )[:-1]
     starts = np.cumsum(
-        np.bincount(start_places, weights=start, minlength=num_events)
-        - np.bincount(end_places, weights=start, minlength=num_events)
+        np.bincount(start_places, weights=start, minlength=size)
+        - np.bincount(end_places, weights=start, minlength=size)
     )[:-1]
     middle = (events[:-1] + events[1:]) / 2
     return Occupancy(

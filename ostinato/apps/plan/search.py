@@ -317,10 +317,7 @@ def _fit_sampler(problem: Problem, pair: Arrangement, trainer_memory: Memory) ->
     train, rollout = (
         bytes_of.memory(problem, bare, phase, trainer_memory) for phase in (Phase.TRAIN, Phase.ROLLOUT)
     )
-    if (
-        margin(problem, train) < 0
-        or min(host_margin(problem, phase_memory) for phase_memory in (train, rollout)) < 0
-    ):
+    if margin(problem, train) < 0 or min(host_margin(problem, memory) for memory in (train, rollout)) < 0:
         return None
     free = margin(problem, rollout) + rollout.terms["KV cache"]
     sequences = sequences_for(problem, bare.rollout, free)
@@ -414,10 +411,7 @@ def smallest(
     for number in (*divisors(per_node), *(per_node * count for count in nodes)):
         if number > most or weights > number * limit(problem):
             continue  # not even the evenly cut weights fit
-        resized_problem = replace(problem, cluster=resize(problem.cluster, number))
-        if (
-            any(_list_worlds(resized_problem, allowed))
-            and (ranking := search(resized_problem, clock, allowed)).plans
-        ):
+        smaller = replace(problem, cluster=resize(problem.cluster, number))
+        if any(_list_worlds(smaller, allowed)) and (ranking := search(smaller, clock, allowed)).plans:
             return ranking
     return None

@@ -104,21 +104,17 @@ class ResponsesBody(Strict):
 
 def _merge(messages: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Merge an answer's text and its calls, which are separate items, into a message."""
-    current: dict[str, Any] | None = None
+    turn: dict[str, Any] | None = None
     for message in messages:
-        if (
-            current is not None
-            and current["role"] == message["role"] == "assistant"
-            and "tool_calls" in message
-        ):
-            current = current | {"tool_calls": [*current.get("tool_calls", []), *message["tool_calls"]]}
+        if turn is not None and turn["role"] == message["role"] == "assistant" and "tool_calls" in message:
+            turn = turn | {"tool_calls": [*turn.get("tool_calls", []), *message["tool_calls"]]}
             continue
-        if current is not None:
-            yield current
-        current = message
-    if current is None:
+        if turn is not None:
+            yield turn
+        turn = message
+    if turn is None:
         raise ApiError("input is an empty list; give at least one item", param="input")
-    yield current
+    yield turn
 
 
 class _Item(Strict):
@@ -135,17 +131,17 @@ class _Item(Strict):
 def _convert_item(item: Mapping[str, Any]) -> dict[str, Any]:
     if (kind := item.get("type", "message")) not in ("message", "function_call", "function_call_output"):
         raise ApiError(f"input items of type {kind!r} are not supported by this server", param="input")
-    entry = check_body(_Item, item, "input")
-    if entry.type == "message":
+    body = check_body(_Item, item, "input")
+    if body.type == "message":
         return {
-            "role": "system" if entry.role == "developer" else entry.role,
-            "content": text_of(entry.content),
+            "role": "system" if body.role == "developer" else body.role,
+            "content": text_of(body.content),
         }
-    if entry.type == "function_call":
-        function = {"name": entry.name, "arguments": entry.arguments}
-        call = {"id": entry.call_id, "type": "function", "function": function}
+    if body.type == "function_call":
+        function = {"name": body.name, "arguments": body.arguments}
+        call = {"id": body.call_id, "type": "function", "function": function}
         return {"role": "assistant", "content": "", "tool_calls": [call]}
-    return {"role": "tool", "content": text_of(entry.output), "tool_call_id": entry.call_id}
+    return {"role": "tool", "content": text_of(body.output), "tool_call_id": body.call_id}
 
 
 def _convert_tool(tool: Mapping[str, Any]) -> dict[str, Any]:

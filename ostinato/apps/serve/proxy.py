@@ -150,9 +150,7 @@ def proxy(
         for signal_number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(signal_number, end.set)
         server = Proxy(served, recipe, JsonlZst(out), place, idle_s)
-        await server.run(
-            end, lambda address: print(f"address {address}/rollout/ID/v1 (Ctrl-C ends it)", flush=True)
-        )
+        await server.run(end, lambda url: print(f"address {url}/rollout/ID/v1 (Ctrl-C ends it)", flush=True))
         return server
 
     serving = Serving(target=target, overrides=tuple(overrides), limits=Limits(context=0))

@@ -125,18 +125,14 @@ class Work:
         model = await self.models.get(stored.owner)
         kind = {"type": "save_weights_for_sampler"}
         if body.path is not None:
-            path = await self._write(
-                stored, body, "sampler_weights", self._make_peft_writer(model.trained.adapters)
-            )
+            path = await self._write(stored, body, "sampler_weights", self._as_peft(model.trained.adapters))
             return Result.of({"path": path, **kind})
         session = self._registry.require(MODEL, stored.owner)["session"]
         id = f"{session}:sample:{body.sampling_session_seq_id}"
         is_shared = body.kind == "inflight"
         policy = f"{stored.owner}:inflight" if is_shared else id
         folder = self._folder / "samplers" / slug(policy)
-        await self._thread.call(
-            lambda _: _replace_folder(folder, self._make_peft_writer(model.trained.adapters))
-        )
+        await self._thread.call(lambda _: _replace_folder(folder, self._as_peft(model.trained.adapters)))
         await self.samplers.publish(policy, model.trained.adapters, model.trained.steps)
         document = {
             "policy": policy,
@@ -153,13 +149,11 @@ class Work:
         if body.age_encryption_recipients:
             raise UserError("age_encryption_recipients are not supported; files are on your own disk")
         model = await self.models.get(stored.owner)
-        path = await self._write(
-            stored, body, "external_weights", self._make_peft_writer(model.trained.adapters)
-        )
+        path = await self._write(stored, body, "external_weights", self._as_peft(model.trained.adapters))
         size = self._registry.require(CHECKPOINT, path)["size"]
         return Result.of({"path": path, "size_bytes": size, "type": "save_weights_external"})
 
-    def _make_peft_writer(self, adapters: Adapters) -> Callable[[Path], None]:
+    def _as_peft(self, adapters: Adapters) -> Callable[[Path], None]:
         return lambda folder: save_peft(adapters, self.base.decoder, folder, base_name=self.base.path)
 
     async def _write(self, stored: Stored, body: SaveBody, kind: str, write: Callable[[Path], None]) -> str:
