@@ -124,6 +124,7 @@ _Pieces = list[tuple[np.ndarray, bool]]  # (tokens, whether they are trained on)
 
 
 def _encode_row(renderer: Renderer, row: Row, turns: Turns, key: str) -> _Pieces:
+    """Return the pieces of a row's chat, or of its prompt and answer. Raises ValueError for a wrong row."""
     if row.get("tools"):
         raise ValueError("it has tools, which are not read here; leave the column out")
     template_kwargs = read_value(row, "chat_template_kwargs", dict, "it") or {}

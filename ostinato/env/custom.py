@@ -2,7 +2,7 @@
 
     class Game:
         def __init__(self, **params): ...                    # task.env_params; one object for each episode
-        def reset(self, *, seed, options): ...               # -> (what the policy reads first, info)
+        def reset(self, *, seed, options): ...               # -> (the policy's first text, info)
         def step(self, action: str): ...                     # -> (reply, reward, terminated, truncated, info)
         def close(self): ...                                 # optional
         tools = ("look",)                                    # optional: methods that the policy may call

@@ -58,13 +58,10 @@ class PriceList:
         return self._prices[item - 1] if 1 <= item <= self._items else None
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        request = EQUALS.search(action)
-        if request and self._left:
+        match = EQUALS.search(action)
+        if match and self._left:
             self._left -= 1
-            price, is_new = (
-                self.lookup(int(request[1])),
-                int(request[1]) == self._item and not self._has_price,
-            )
+            price, is_new = self.lookup(int(match[1])), int(match[1]) == self._item and not self._has_price
             self._has_price, reward = self._has_price or is_new, 0.3 if is_new else 0.0
             return ("none" if price is None else str(price)), reward, False, False, {}
         numbers = _NUMBER.findall(action)

@@ -65,6 +65,7 @@ def _mix_seed(seed: int) -> int:
 
 
 def _open_dataset(name: str, config: Mapping[str, Any]) -> Any:
+    """Open a task of reasoning_gym. Raises ValueError for an unknown task or a bad parameter."""
     try:
         from reasoning_gym.factory import DATASETS, create_dataset
     except ModuleNotFoundError as error:

@@ -223,6 +223,7 @@ def _check_answers(prompts: Sequence[Prompt]) -> None:
 
 
 def _find_answer(row: Row, row_name: str, answer_column: str) -> Any:
+    """Return the answer of a row, or None. Raises ValueError for a row without ``answer_column``."""
     for name in (answer_column,) if answer_column else ANSWERS:
         if row.get(name) is not None:
             return row[name]
@@ -294,6 +295,7 @@ def _read_csv(path: Path) -> Iterator[Row]:
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[int, Row]]:
+    """Yield (line number, row). Raises ValueError for a line that is not an object of JSON."""
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
@@ -310,6 +312,7 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, Row]]:
 
 
 def _read_parquet(path: Path) -> Iterator[Row]:
+    """Yield the rows of a parquet file. Raises ValueError where it cannot be read."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -353,6 +356,7 @@ def _drop_fillers(row: Row) -> Row:
 def _read_dataset(
     source: str, split: str, config: str, holdout: float
 ) -> tuple[Iterable[tuple[int, Row]], bool]:
+    """Return the rows of a hub dataset or datasets folder, as ``raw_rows`` does."""
     try:
         import datasets
     except ModuleNotFoundError as error:

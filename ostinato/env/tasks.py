@@ -119,6 +119,7 @@ def _generate_rows(source: str, split: str, seed: int, n: int, params: dict[str,
 
 
 def check_source(source: str) -> str:
+    """Return ``source``. Raises ValueError unless it is a path that exists or a name of the hub."""
     if not source:
         raise ValueError(
             "task.source is empty; name rows, e.g. task.source=rows.jsonl (ostinato judge train FEEDBACK.db "
@@ -136,6 +137,7 @@ def check_source(source: str) -> str:
 def check_params(
     reader: Callable[..., Any], params: Mapping[str, Any], source: str, skip: Sequence[str]
 ) -> None:
+    """Raise ValueError for a parameter that ``reader`` does not take."""
     names = [name for name in inspect.signature(reader).parameters if name not in skip]
     for name in params:
         if name not in names:

@@ -71,6 +71,7 @@ class Toolbox:
         return tuple(schema_of(name, tool) for name, tool in self._tools.items())
 
     async def _run_call(self, call: Call) -> str:
+        """Run a call and return its result, or a sentence on its failure, for the policy."""
         self.counters["tools/calls"] += 1
         if call.error:
             return self._count_error("unreadable", call.error)
@@ -208,6 +209,7 @@ def calculator(expression: str) -> str:
 
 
 def _evaluate(node: ast.expr) -> int | float:
+    """Evaluate the syntax tree of an arithmetic expression. Raises ValueError for other nodes."""
     match node:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
             return number

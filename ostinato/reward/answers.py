@@ -207,6 +207,7 @@ def _normalise(text: str) -> str:
 
 
 def _list_readings(match: re.Match[str]) -> tuple[Fraction, ...]:
+    """Return the value of a number; of a percentage also the hundredth part; () for a denominator of 0."""
     numerator, denominator = match["over"] or match["part"], match["under"] or match["parts"]
     if match["digits"] is not None:
         numerator, denominator = match["digits"].replace(",", ""), match["denominator"] or "1"

@@ -238,6 +238,7 @@ def _drop_builtins(names: dict[str, Any], test_names: set[str]) -> dict[str, Any
 
 
 def _serve_tests() -> None:
+    """Run the tests of a job from standard input, and write the verdict to standard output."""
     libc = ctypes.CDLL(None)
     if sys.platform == "linux":
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -314,6 +315,7 @@ class _OperandUnpickler(pickle.Unpickler):
 
 
 def _serve_answer(fd: int) -> None:
+    """Execute the answer's code, then answer operations on its values, until the socket closes."""
     sock = socket.socket(fileno=fd)
     send(sock, b"ready")
     objects: list[Any] = []

@@ -180,6 +180,7 @@ def _wait_forever() -> None:
 
 
 def _keep_worker(worker: int, folder: str, parent: int) -> None:
+    """Wait for the worker, end all descendants, and exit with the worker's status or signal."""
     _call_prctl(PR_SET_DUMPABLE, 0)  # the worker cannot read or trace this process; no core dump
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
     status = None

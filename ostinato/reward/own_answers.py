@@ -85,6 +85,7 @@ def warnings_of(verdicts: Iterable[tuple[str, str, Sequence[OwnVerdict]]]) -> li
 
 
 def _make_warning(function: str, name: str, own_verdicts: Sequence[OwnVerdict]) -> str:
+    """Return the warning on a function's values, or "". Raises ValueError as ``warnings_of`` does."""
     is_comparing = function in COMPARING
     failures = [verdict for verdict in own_verdicts if verdict.fault == Fault.RAISED]
     if is_comparing and failures:

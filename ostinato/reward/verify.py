@@ -200,6 +200,7 @@ def _has_formulas(text: str) -> bool:
 
 
 def _judge_math(gold: list[Any], target: str, text: str) -> float:
+    """Return 1 where math-verify finds an answer of ``text`` equal to ``gold``; NaN after the limit."""
     from math_verify import verify
 
     try:

@@ -324,6 +324,7 @@ def trace(error: BaseException) -> str:
 def _find_sure_fault(
     function: Callable[..., Any], columns: dict[str, Any], error: BaseException
 ) -> Fault | None:
+    """Return the fault of a dry run that no completion could change; None where another might."""
     frames, code = _extract_frames(error), getattr(inspect.unwrap(function), "__code__", None)
     if not frames:
         return None
@@ -368,6 +369,7 @@ def _limit_cpu(timeout_s: float) -> None:
 def _answer_request(
     functions: dict[str, Callable[..., Any]], request: bytes, is_confined: bool, timeout_s: float
 ) -> dict[str, Any]:
+    """Call the function that a request names, and return the reply."""
     id_, num_completions = REQUEST.unpack_from(request)
     log = CallLog(num_completions)
     try:
@@ -403,6 +405,7 @@ def _confine(hello: dict[str, Any], sock: socket.socket) -> list[str]:
 
 
 def main(fd: int) -> None:
+    """Confine this process, import the functions, and answer requests until the socket closes."""
     sock = socket.socket(fileno=fd)
     hello = json.loads(receive(sock))
     sys.path[:] = hello["path"]

@@ -117,6 +117,7 @@ class Worker:
         return self._exchange(payload, self._timeout_s, id_, lambda reply: Reply.of(reply, num_completions))
 
     def _exchange(self, request: bytes, timeout_s: float, id_: int, read: Callable[[dict[str, Any]], T]) -> T:
+        """Send a request and return what ``read`` makes of the reply. Kills the process if that fails."""
         assert self._socket is not None
         deadline = time.monotonic() + timeout_s
         try:
@@ -165,7 +166,7 @@ class Worker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """A call's verdicts, and what it has logged."""
+    """The verdicts and logs of a call."""
 
     verdicts: list[Verdict]  # one for each completion
     trace: str = ""  # the traceback of a call that raised
@@ -176,8 +177,10 @@ class Reply:
     def of(cls, reply: dict[str, Any], num_completions: int) -> Reply:
         """Check JSON that a reward function may have written itself. Raises ValueError for another form."""
         try:
-            verdicts = [_verdict(*fields) for fields in reply["verdicts"]]
-            metrics = {child.tidy(name): [*map(_number, values)] for name, values in reply["metrics"].items()}
+            verdicts = [_parse_verdict(*fields) for fields in reply["verdicts"]]
+            metrics = {
+                child.tidy(name): [*map(_check_number, values)] for name, values in reply["metrics"].items()
+            }
             extra = {child.tidy(name): list(values) for name, values in reply["extra"].items()}
             trace = str(reply["trace"])[-MAX_TRACE:]
         except (KeyError, TypeError, AttributeError, OverflowError) as error:
@@ -187,14 +190,14 @@ class Reply:
         return cls(verdicts=verdicts, trace=trace, metrics=metrics, extra=extra)
 
 
-def _verdict(value: float | None, fault: str, detail: str) -> Verdict:
+def _parse_verdict(value: float | None, fault: str, detail: str) -> Verdict:
     name = Fault(fault) if fault else ""
     if name and value is not None:
         raise ValueError(f"the fault {name} with the value {value}")
-    return _number(value), name, str(detail)[:MAX_DETAIL]
+    return _check_number(value), name, str(detail)[:MAX_DETAIL]
 
 
-def _number(value: float | None) -> float | None:
+def _check_number(value: float | None) -> float | None:
     if value is not None and not math.isfinite(value):
         raise ValueError(f"the number {value}")
     return value
@@ -406,6 +409,8 @@ class WorkerGrader:
     def _call_worker(
         self, function: str, num_completions: int, columns: dict[str, Any], step: int, probe: bool = False
     ) -> Reply:
+        """Call a function in an idle worker, once more if the process dies; a fault is a verdict."""
+
         def make_faults(fault: Fault, detail: str) -> Reply:
             return Reply(verdicts=[(None, fault, detail)] * num_completions)
 

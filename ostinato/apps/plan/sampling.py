@@ -111,6 +111,7 @@ class Rates:
 
 @lru_cache(maxsize=32)
 def rates_of(config: ModelConfig, adapter: AdapterSpec | None) -> Rates:
+    """Sum the FLOPs of all layers by kind."""
     dense = lora = pair = 0.0
     for layer in layer_rates(config, adapter):
         for part, rates in layer.forward.items():

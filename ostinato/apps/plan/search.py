@@ -120,6 +120,7 @@ def _refuse_layouts(problem: Problem, allowed: Allowed) -> None:
 
 
 def _explain_no_world(problem: Problem, allowed: Allowed) -> str:
+    """Describe which numbers of ranks the requested layouts would need."""
     layout_options = {"train-layout": allowed.train_layout, "rollout-layout": allowed.rollout_layout}
     requests = [
         f"{name} is {layout} of {layout.world} ranks" for name, layout in layout_options.items() if layout

@@ -154,6 +154,8 @@ class AgentServer:
     def _start_agent(
         self, id_: str, episode: Episode, agent: Agent, base_url: str, row: Mapping[str, Any]
     ) -> None:
+        """Start the agent's task, which reports its end or its error to the episode."""
+
         async def run() -> None:
             try:
                 if inspect.iscoroutinefunction(agent):
@@ -232,6 +234,7 @@ class AgentServer:
         return self._episodes[id_]
 
     async def _answer(self, request: Request, call: Call) -> Answer:
+        """Give a call to its episode and wait for the answer. Raises ApiError for an invalid call."""
         if call.model not in ("", MODEL):
             raise ApiError(
                 f"the model {call.model!r} is not served to agents; use {MODEL!r}",

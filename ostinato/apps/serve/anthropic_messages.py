@@ -72,7 +72,7 @@ class MessagesBody(Strict):
         tools, thinking = tuple(_convert_tool(tool) for tool in self.tools or ()), self.thinking
         return Call(
             model=self.model,
-            messages=tuple(self._messages()),
+            messages=tuple(self._convert_messages()),
             tools=tools,
             tool_choice="none" if choice == "none" else "auto",
             parallel_calls=not (self.tool_choice or {}).get("disable_parallel_tool_use"),
@@ -89,10 +89,10 @@ class MessagesBody(Strict):
 
     def _continues_answer(self) -> bool:
         """Return whether the last message is the beginning of the answer."""
-        *_, last_message = ({}, *self._messages())  # messages without blocks are left out
+        *_, last_message = ({}, *self._convert_messages())  # messages without blocks are left out
         return last_message.get("role") == "assistant" and not last_message.get("tool_calls")
 
-    def _messages(self) -> Iterator[dict[str, Any]]:
+    def _convert_messages(self) -> Iterator[dict[str, Any]]:
         if self.system:
             yield {"role": "system", "content": _join_text(self.system)}
         for message in self.messages:

@@ -60,14 +60,17 @@ class Door:
 
     async def chat(self, request: Request) -> Response:
         body = parsed(ChatBody, await self._read_body(request))
-        return await self._openai(request, body, [body.to_call()], chat=True)
+        return await self._answer_openai(request, body, [body.to_call()], chat=True)
 
     async def completions(self, request: Request) -> Response:
         body = parsed(CompletionBody, await self._read_body(request))
         self._service.check_room(body.num_answers)
-        return await self._openai(request, body, body.to_calls(), chat=False)
+        return await self._answer_openai(request, body, body.to_calls(), chat=False)
 
-    async def _openai(self, request: Request, body: Sampled, calls: list[Call], *, chat: bool) -> Response:
+    async def _answer_openai(
+        self, request: Request, body: Sampled, calls: list[Call], *, chat: bool
+    ) -> Response:
+        """Answer chat or text completions, whole or as a stream."""
         calls = [await self._assign_model(call, body) for call in calls]
         model = self._service.model(calls[0].model)  # once, as the name may get another policy
         id_ = _make_id("chatcmpl" if chat else "cmpl")

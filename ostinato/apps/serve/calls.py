@@ -17,7 +17,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from ostinato.inputs import parse_json
 from ostinato.types import Completion, Emitted, Stop
 
-Message = Mapping[str, Any]  # as chat templates take it: role, content, tool_calls, ...
+Message = Mapping[str, Any]  # in the form of chat templates: role, content, tool_calls, ...
 
 
 class ApiError(Exception):

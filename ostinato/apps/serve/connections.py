@@ -112,9 +112,7 @@ class Connection(HttpToolsProtocol):
         self._unparsed_bytes = 0
         self._head_bytes += size
         if self._head_bytes > HEAD_BYTES:
-            raise ValueError(
-                "a head is too large"
-            )  # the parser ends with it, and ``send_400_response`` says it
+            raise ValueError("a head is too large")  # ends the parser, which calls ``send_400_response``
 
     def on_headers_complete(self) -> None:
         self._unparsed_bytes = 0

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import httpx2
 
 MODEL = "policy"  # the name of the model that agents use
-POLL_S = 20.0  # how long a worker's request for a rollout waits for one
+POLL_S = 20.0  # how long the request of a worker waits for a rollout
 ACCEPTED = 202
 
 

@@ -148,6 +148,7 @@ class Guides:
         return [Guide(matcher.deep_copy(), self._vocab_size, stops) for _ in range(n)]
 
     def _build(self, grammar: str, eos: int) -> Any:
+        """Build the matcher of a grammar. Raises ApiError 400 where that fails."""
         import llguidance
 
         tokenizer = self._renderer.tokenizer
@@ -166,8 +167,8 @@ class Guides:
 
 
 def _insert_tag_tokens(grammar: str, tokenizer: Any) -> str:
-    """Write the tags of a call as tokens in the grammar, where they are added tokens (Qwen): the model knows
-    no other spelling."""
+    """Write the tags of a call as tokens in the grammar, where they are added tokens (Qwen): the model has
+    learned no other spelling."""
     ids = {token.content: id_ for id_, token in tokenizer.get_added_tokens_decoder().items()}
     for rule, tag in _TAGS.items():
         if tag in ids:

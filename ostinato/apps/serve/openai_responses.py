@@ -79,7 +79,7 @@ class ResponsesBody(Strict):
         effort = self.reasoning.effort if self.reasoning is not None else None
         return Call(
             model=self.model,
-            messages=tuple(self._messages()),
+            messages=tuple(self._convert_messages()),
             tools=tools,
             tool_choice="none" if self.tool_choice == "none" else "auto",
             parallel_calls=self.parallel_tool_calls is not False,
@@ -93,7 +93,7 @@ class ResponsesBody(Strict):
             top_logprobs=self.top_logprobs or 0,
         )
 
-    def _messages(self) -> Iterator[dict[str, Any]]:
+    def _convert_messages(self) -> Iterator[dict[str, Any]]:
         if self.instructions:
             yield {"role": "system", "content": self.instructions}
         if isinstance(self.input, str):
@@ -129,6 +129,7 @@ class _Item(Strict):
 
 
 def _convert_item(item: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an input item in the format of chat templates. Raises ApiError for an unsupported item."""
     if (kind := item.get("type", "message")) not in ("message", "function_call", "function_call_output"):
         raise ApiError(f"input items of type {kind!r} are not supported by this server", param="input")
     body = check_body(_Item, item, "input")

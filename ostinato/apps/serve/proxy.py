@@ -91,7 +91,7 @@ class Proxy:
 
     def _make_episode(self, prompt: Prompt) -> AgentEpisode:
         async def wait_for_end(base_url: str, row: Mapping[str, Any]) -> float | None:
-            """Wait for the end of another program, which the proxy knows by its calls only."""
+            """Wait for the end of another program, whose calls and end are all that the proxy gets."""
             return await self._server.elsewhere.end_of(base_url, lambda: episode.silent_s > self._idle_s)
 
         limits: dict[str, Any] = {"max_calls": float("inf"), "silence_s": None, "chat": self._new_chat()}
@@ -113,6 +113,7 @@ class Proxy:
             await asyncio.sleep(0)
 
     async def _play(self, id_: str) -> None:
+        """Play a rollout and write it; count it as lost where the engine fails."""
         address = int.from_bytes(hashlib.sha256(id_.encode()).digest()[:4], "big") >> 1
         try:
             trajectory = await play_episode(

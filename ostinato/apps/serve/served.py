@@ -37,7 +37,7 @@ from ostinato.train.checkpoint import checkpoints
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 BASE = ""  # the engine's own policy without adapters
-PRODUCT = "product"  # the model of a product's loop, as clients name it
+PRODUCT = "product"  # the clients' name for the model of a product's loop
 LOOK_S = 2.0  # between two looks for a newer checkpoint
 
 
@@ -183,6 +183,7 @@ def _read_serving(folder: Path) -> str:
 
 
 async def _serve_product(served: Served, facts: Mapping[str, Any], policies: set[str]) -> None:
+    """Publish the policies of a product's loop, and make them the first models of the service."""
     service, canary = served.service, facts.get("canary")
     share = canary["share"] if canary else 0.0
     arms = [(PRODUCT, "control", 1 - share, facts["policy"])]

@@ -38,10 +38,10 @@ NOTHING = Completion(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a server accepts."""
+    """The limits of a server's requests."""
 
     context: int  # tokens of a sequence
-    vocab_size: int = 0  # of the model, whose table may be larger than its tokenizer's
+    vocab_size: int = 0  # of the model's table, which may be larger than the tokenizer's
     sequences: int = 1024  # running and waiting together; more are refused with 429
     max_tokens: int = 4096  # of an answer
     n: int = 64  # answers to one prompt
@@ -57,11 +57,11 @@ class Model:
     name: str
     policy: str  # its name in the engine
     created: int  # seconds since 1970
-    version: int = 0  # training steps it has had
+    version: int = 0  # training steps so far
     parent: str = ""  # the base, for an adapter
     revision: str | None = None  # of a product's policy; None: name@version
     arm: str = ""  # of an experiment
-    propensity: float = 1.0  # probability with which its users get it
+    propensity: float = 1.0  # the probability that a user gets it
 
     def fingerprint(self, version: int | None) -> str:
         """The ``system_fingerprint`` of an answer; ``version``: of its tokens, None where it has none."""

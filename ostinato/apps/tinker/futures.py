@@ -101,6 +101,7 @@ class Futures:
         self._finish(stored.id, result)
 
     async def _compute_result(self, stored: Stored) -> Result:
+        """Run a request and return its result; a failure where it has ended the process too often."""
         if stored.starts >= MOST_STARTS:
             return Result.failed(
                 f"the server died {stored.starts} times while it ran this request; it is not tried again",

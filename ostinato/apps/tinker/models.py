@@ -30,7 +30,7 @@ from ostinato.train.checkpoint import Checkpoint, load_checkpoint, save_checkpoi
 
 SNAPSHOT_S = 30.0  # between snapshots: the next process may have to repeat this much work
 MOST_RANK = 256  # or the width of the model, if larger
-ALPHA = 32.0  # Tinker's, whatever the rank
+ALPHA = 32.0  # Tinker's value for every rank
 MODEL = "model"
 Work = Generator[None, None, Scored]
 Done = Work | Scored | dict[str, float] | None

@@ -268,6 +268,7 @@ class Work:
         return sampling_result(answers, tops, body.topk_sample_logprobs, scores, num_scored)
 
     async def _collect_answers(self, requests: list[Request]) -> tuple[list[Completion], list[list[Emitted]]]:
+        """Return the completions of requests, and for each the events with top tokens."""
         answers: dict[int, Completion] = {}
         tops: list[list[Emitted]] = [[] for _ in requests]
         async with aclosing(self._thread.generate(requests, LIMIT_S)) as events:
