@@ -33,8 +33,11 @@ from ostinato.rollout.rollout import RolloutContext, RolloutRequest, RolloutResu
 from ostinato.run import MAIN_SET, to_json
 from ostinato.types import Group, Prompt, Sampling
 
+logger = logging.getLogger(__name__)
+
 SHOWN = 4  # prompts of the main set whose first answers are in a row
 SHOWN_CHARACTERS = 2000  # of each prompt and answer
+PROGRESS_S = 30.0  # between two lines that say how far an evaluation is
 EVAL_STEP = 0  # training steps count from 1, so no training token shares its noise with an evaluation
 
 
@@ -130,7 +133,17 @@ async def evaluate_groups(
         )
         for i, prompt in enumerate(evaluation.prompts)
     ]
-    results = await play(replace(stage, sampling=evaluation.sampling), requests, on_group)
+    shown_s, num_scored = start, 0
+
+    def count_group(index: int, result: RolloutResult) -> None:
+        nonlocal shown_s, num_scored
+        num_scored += 1
+        if (now := time.perf_counter()) - shown_s >= PROGRESS_S:
+            logger.info(f"scored {num_scored} of {len(requests)} prompts in {now - start:,.0f} s")
+            shown_s = now
+        on_group(index, result)
+
+    results = await play(replace(stage, sampling=evaluation.sampling), requests, count_group)
     seconds = time.perf_counter() - start
     row = {"step": step, "set": evaluation.name, "split": evaluation.split}
     row |= {"held_out": digest_evaluation(evaluation), "prompts": digest_prompts(evaluation)}
@@ -214,9 +227,6 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
     if len(values) < 2:
         return (values[0] if values else math.nan), math.nan
     return float(np.mean(values)), float(np.std(values, ddof=1) / math.sqrt(len(values)))
-
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
