@@ -52,6 +52,8 @@ FORMER = {
     "draft.epochs": 3,
     "teacher.timeout_s": 60.0,
     "teacher.max_retries": 4,
+    "reward.judge_pairs": "ring",
+    "cluster.pin": False,
 }
 
 

@@ -103,7 +103,6 @@ class RewardSection(Section):
     timeout_s: Annotated[float, Field(gt=0)] = 10.0  # per group and function
     workers: Positive = 1
     isolation: Literal["auto", "off", "strict"] = "auto"
-    judge_pairs: Literal["ring", "all"] = "ring"  # of siblings, pairwise: two for each answer, or all
     judge_timeout_s: Annotated[float, Field(gt=0)] = 120.0  # per group; others wait for the same engine
 
     @property
@@ -240,7 +239,6 @@ class ClusterSection(Section):
     cpus_per_worker: Positive = 1
     gpus_per_sampler: Annotated[float, Field(ge=0)] = 0.0
     gpus_per_trainer: Annotated[float, Field(ge=0)] = 0.0
-    pin: bool = False  # each worker to cores of its own, as if these were a device
     start_s: Annotated[float, Field(gt=0)] = 300.0  # for a worker to be ready
     silence_s: Annotated[float, Field(gt=0)] = 60.0  # without a sign of life, before a worker is replaced
 

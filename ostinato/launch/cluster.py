@@ -60,7 +60,6 @@ def open_cluster(
         opened = Cluster.open(
             section.address,
             places(recipe),
-            pin=section.pin,
             start_s=section.start_s,
             silence_s=section.silence_s,
             last_words="ostinato: the run was killed, or Ray ended it as its daemon on this host was lost; "
@@ -143,7 +142,7 @@ def _new_components(
 
 
 def places(recipe: Recipe) -> list[Need]:
-    """A place for each worker, the trainer's first, which with pinning gets the first cores.
+    """A place for each worker, the trainer's first.
 
     Samplers that may share cores with the trainer have a lower priority, as all wait for a step and rarely
     for one pass of a sampler (docs/pipeline.md)."""
@@ -169,8 +168,7 @@ def lines(section: ClusterSection) -> Iterator[str]:
     location = f"the Ray at {section.address}" if section.address else "a Ray of its own on this machine"
     kinds = [(section.samplers, "sampler"), (section.graders, "grader"), (section.remote_trainer, "trainer")]
     workers = ", ".join(f"{int(count)} {kind}{'s' * (count > 1)}" for count, kind in kinds if count)
-    pinned = ", pinned to cores of their own" if section.pin else ""
-    yield f"workers      {workers} on {location}, {threads}{pinned}"
+    yield f"workers      {workers} on {location}, {threads}"
     local = [kind for count, kind in kinds[1:] if not count]
     if local:
         yield f"             this process: the loop and the {' and the '.join(local)}"

@@ -429,7 +429,7 @@ def stage_identity(recipe: Recipe) -> str:
     played = [tree["model"], tree["task"], reward["functions"], reward["weights"], weights, interruption]
     played += [memories, tree["memory"]] if any(memories) else []
     if any(name.startswith(JUDGE) for name in reward["functions"]):  # with their revisions
-        played.append(reward["judge_pairs"])
+        played.append("ring")  # of siblings; in identities of older runs it was a choice
     return hashlib.sha256(json.dumps(played, sort_keys=True).encode()).hexdigest()[:12]
 
 

@@ -46,16 +46,13 @@ def here() -> Place:
 
 
 class Host:
-    """Serves one object. ``cores`` (first, count): the only cores of its host that it uses; ``nice``:
-    increase of its nice value, as by the command of that name.
+    """Serves one object. ``nice``: increase of its nice value, as by the command of that name.
 
     Every call carries its number, and begins when all before it have begun: a Ray actor that serves
     several calls at once may start a small one before a large one that was sent first.
     """
 
-    def __init__(self, name: str, cores: tuple[int, int] | None = None, nice: int = 0) -> None:
-        if cores is not None:
-            pin(deal_cores(*cores, sorted(os.sched_getaffinity(0))))
+    def __init__(self, name: str, nice: int = 0) -> None:
         if nice:
             give_way(nice)
         self._name = name
@@ -114,21 +111,9 @@ def resolve(factory: str) -> Any:
     return getattr(importlib.import_module(module), function)
 
 
-def pin(cores: Sequence[int]) -> None:
-    """Let all threads of this process, existing and future ones, run on ``cores`` only."""
-    for thread in os.listdir("/proc/self/task"):
-        with suppress(ProcessLookupError):  # it has just ended
-            os.sched_setaffinity(int(thread), cores)
-
-
 def give_way(nice: int) -> None:
     """Raise the nice value of all threads of this process, existing and future ones, by ``nice``."""
     tasks = "/proc/self/task"  # on Linux every thread has a priority of its own
     for thread in map(int, os.listdir(tasks)) if os.path.isdir(tasks) else (0,):
         with suppress(ProcessLookupError):
             os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + nice)
-
-
-def deal_cores(first: int, count: int, cores: Sequence[int]) -> list[int]:
-    """``count`` consecutive ``cores`` from index ``first`` on, wrapping around, so that none is preferred."""
-    return sorted({cores[(first + number) % len(cores)] for number in range(count)})

@@ -70,10 +70,10 @@ class Need:
 class Cluster:
     """Reserved resources for each of ``needs``. Made by ``open``, a context at whose end all workers end."""
 
-    def __init__(self, needs: Sequence[Need], *, pin: bool, silence_s: float, folder: Path | None) -> None:
+    def __init__(self, needs: Sequence[Need], *, silence_s: float, folder: Path | None) -> None:
         self._needs = {need.name: need for need in needs}
         self._places = {need.name: place for place, need in enumerate(needs)}
-        self._pin, self.silence_s, self._folder = pin, silence_s, folder
+        self.silence_s, self._folder = silence_s, folder
         self._group: Any = None
         self._alive: dict[str, RayRemote] = {}
         self._sent: tuple[Any, Any] = (None, None)  # the last shared value, and its reference
@@ -86,7 +86,6 @@ class Cluster:
         address: str,
         needs: Sequence[Need],
         *,
-        pin: bool = False,
         start_s: float,
         silence_s: float,
         last_words: str = "this process was ended",
@@ -96,17 +95,13 @@ class Cluster:
 
         Raises ValueError if no Ray answers, or if the workers do not fit within ``start_s`` seconds.
         """
-        if pin and not hasattr(os, "sched_setaffinity"):
-            raise ValueError(f"cluster.pin is true, but {sys.platform} cannot pin a process; set it to false")
         joined = ray.is_initialized()
         folder = None if joined or address else _make_folder()
         with witness(last_words, folder):
             if not joined:
                 _connect(address, needs, folder)
-            cluster = cls(needs, pin=pin, silence_s=silence_s, folder=folder)
+            cluster = cls(needs, silence_s=silence_s, folder=folder)
             try:
-                if pin:
-                    check_one_host(ray.nodes())
                 cluster._reserve(start_s)
                 yield cluster
             finally:
@@ -146,8 +141,7 @@ class Cluster:
             runtime_env={"env_vars": _environment(need.cpus, local=self._folder is not None)},
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, place),
         )
-        first = sum(earlier_need.cpus for earlier_need in [*self._needs.values()][:place])
-        handle = actor.remote(name, (first, need.cpus) if self._pin else None, need.nice)
+        handle = actor.remote(name, need.nice)
         self._alive[name] = remote = RayRemote(self, name, handle, start_s)
         remote.build(factory, arguments)
         return remote
@@ -361,16 +355,6 @@ def keep_token(file: Path) -> None:
     the token, and writes it to a file that all users of the host can read."""
     with contextlib.suppress(OSError):
         file.chmod(0o600)
-
-
-def check_one_host(nodes: Sequence[Mapping[str, Any]]) -> None:
-    """Raises ValueError for several hosts, as cores are assigned by a worker's number, whatever its host."""
-    hosts = {node["NodeManagerHostname"] for node in nodes if node["Alive"]}
-    if len(hosts) > 1:
-        raise ValueError(
-            f"cluster.pin is true, but counts the cores of one host, and the Ray has {len(hosts)}; "
-            "set it to false"
-        )
 
 
 def reach(address: str) -> None:

@@ -110,7 +110,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             ("cluster.samplers=3", "pipeline.placement=longest-first", "engine.max_batch=4"),
             marks=pytest.mark.lab,
         ),
-        ("cluster.samplers=2", "cluster.remote_trainer=true", "cluster.graders=2", "cluster.pin=true"),
+        ("cluster.samplers=2", "cluster.remote_trainer=true", "cluster.graders=2"),
     ],
     ids=["one", "three", "all"],
 )

@@ -156,9 +156,9 @@ class Judge:
         first, second = parse_verdict(ab.text), parse_verdict(ba.text)
         return Compared(ab=first, ba=second, replies=(ab, ba), log_odds=calibrated_odds)
 
-    async def score(self, messages: Chat, answers: Sequence[str], ring: bool) -> list[Score]:
+    async def score(self, messages: Chat, answers: Sequence[str]) -> list[Score]:
         """Win rates of sibling answers, in [0, 1]. Equal answers tie without a judgement."""
-        pairs = sorted({(min(pair), max(pair)) for pair in pairings(len(answers), ring)})
+        pairs = sorted({(min(pair), max(pair)) for pair in pairings(len(answers))})
         unequal_pairs = [(i, j) for i, j in pairs if answers[i] != answers[j]]
         comparisons = await self.compare(messages, [(answers[i], answers[j]) for i, j in unequal_pairs])
         verdicts = dict.fromkeys((order for i, j in pairs for order in ((i, j), (j, i))), Choice.TIE)

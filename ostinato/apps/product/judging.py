@@ -169,9 +169,10 @@ def critique_f1(critique: str, reference: str, alike: float = 0.5) -> float:
     return 2 * matches / (len(ours) + len(theirs))
 
 
-def pairings(n: int, ring: bool = False) -> list[tuple[int, int]]:
-    """Ordered pairs of a group of n to judge, every pair in both orders: all n (n - 1), or a ring of 2 n."""
-    if not ring or n < 4:  # a ring of three is all pairs
+def pairings(n: int) -> list[tuple[int, int]]:
+    """Ordered pairs of a group of n to judge: a ring of 2 n, in which each is compared with two others in
+    both orders; for n < 4 that is all pairs."""
+    if n < 4:
         return [(i, j) for i in range(n) for j in range(n) if i != j]
     return [pair for i in range(n) for pair in ((i, (i + 1) % n), ((i + 1) % n, i))]
 

@@ -36,11 +36,8 @@ class Panel:
     Without a reference it is skipped.
     """
 
-    def __init__(
-        self, judges: Sequence[Judge], *, ring: bool, timeout_s: float, counters: Counter[str]
-    ) -> None:
-        self._judges, self._ring = judges, ring
-        self._timeout_s, self._counters = timeout_s, counters
+    def __init__(self, judges: Sequence[Judge], *, timeout_s: float, counters: Counter[str]) -> None:
+        self._judges, self._timeout_s, self._counters = judges, timeout_s, counters
 
     async def score(self, prompt: Prompt, answers: Sequence[str]) -> list[Score]:
         """Return the mean score of the judges for each answer."""
@@ -60,7 +57,7 @@ class Panel:
             candidates.append(str(reference))
         try:
             async with asyncio.timeout(self._timeout_s):
-                return (await judge.score(messages, candidates, self._ring))[: len(answers)]
+                return (await judge.score(messages, candidates))[: len(answers)]
         except TimeoutError:
             detail = f"no verdict in reward.judge_timeout_s={self._timeout_s:g} s"
             return [(None, Fault.TIMEOUT, detail)] * len(answers)
@@ -140,7 +137,6 @@ def scorers(recipe: Recipe, decoder: Decoder, folder: Path, counters: Counter[st
     return {
         function: Panel(
             [bench.judge(source) for source in sources(function.removeprefix(JUDGE))],
-            ring=reward.judge_pairs == "ring",
             timeout_s=reward.judge_timeout_s,
             counters=counters,
         )

@@ -184,15 +184,6 @@ def test_an_address_that_is_none_is_refused(address: str) -> None:
         ray_cluster.reach(address)
 
 
-def test_cores_are_counted_on_one_host() -> None:
-    """With workers 0, 2, 4 ... on one host and 1, 3, 5 ... on another, half of the cores of each had two
-    workers and half of them none."""
-    nodes = [{"NodeManagerHostname": name, "Alive": name != "c"} for name in ("a", "a", "c")]
-    ray_cluster.check_one_host(nodes)
-    with pytest.raises(ValueError, match=r"cluster.pin is true, but .* the Ray has 2; set it to false"):
-        ray_cluster.check_one_host([*nodes, {"NodeManagerHostname": "b", "Alive": True}])
-
-
 def test_nobody_at_an_address_is_told_at_once() -> None:
     with pytest.raises(ValueError, match="where no Ray answers"):
         ray_cluster.reach("127.0.0.1:9")

@@ -67,16 +67,16 @@ def judge(opinion: Opinion, most: int = 1000, revision: str = "r") -> Judge:
     return Judge(Spec(model="m"), revision, Written(opinion), Cache(most), Counter())
 
 
-def panel(*judges: Judge, ring: bool = False, timeout_s: float = 60.0) -> Panel:
-    return Panel(judges, ring=ring, timeout_s=timeout_s, counters=Counter())
+def panel(*judges: Judge, timeout_s: float = 60.0) -> Panel:
+    return Panel(judges, timeout_s=timeout_s, counters=Counter())
 
 
 answers_of = st.lists(st.text("xy", min_size=1, max_size=6), min_size=2, max_size=7)
 
 
-@given(st.lists(st.text("xy", min_size=1, max_size=6), min_size=2, max_size=6, unique=True), st.booleans())
-def test_a_judge_of_positions_gives_no_reward_and_is_never_right(answers: list[str], ring: bool) -> None:
-    verdicts = asyncio.run(panel(judge(first), ring=ring).score(PROMPT, answers))
+@given(st.lists(st.text("xy", min_size=1, max_size=6), min_size=2, max_size=6, unique=True))
+def test_a_judge_of_positions_gives_no_reward_and_is_never_right(answers: list[str]) -> None:
+    verdicts = asyncio.run(panel(judge(first)).score(PROMPT, answers))
     assert [(value, fault) for value, fault, _ in verdicts] == [(None, "inconsistent")] * len(answers)
     row = figures(asyncio.run(judge(first).compare_each([(CHAT, answers[0], answers[1])])))
     assert row["accuracy"]["value"] == row["consistency"]["value"] == 0
@@ -86,11 +86,14 @@ def test_a_judge_of_positions_gives_no_reward_and_is_never_right(answers: list[s
 @given(answers_of)
 def test_win_rates_follow_the_answers_and_not_their_places(answers: list[str]) -> None:
     scores = asyncio.run(panel(judge(longer)).score(PROMPT, answers))
-    others = len(answers) - 1
-    for (value, *_), own in zip(scores, answers, strict=True):
-        beaten = sum(len(own) > len(one) for one in answers)
-        equal = sum(len(own) == len(one) for one in answers) - 1
-        assert value == pytest.approx((beaten + equal / 2) / others)
+    n = len(answers)
+    for i, (value, *_) in enumerate(scores):
+        neighbours = {(i - 1) % n, (i + 1) % n} - {i}  # of the ring; all others where there are at most three
+        wins = [
+            1 if len(answers[i]) > len(answers[j]) else len(answers[i]) == len(answers[j]) and 0.5
+            for j in neighbours
+        ]
+        assert value == pytest.approx(sum(wins) / len(neighbours))
     turned = asyncio.run(panel(judge(longer)).score(PROMPT, answers[::-1]))
     assert [value for value, *_ in turned[::-1]] == pytest.approx([value for value, *_ in scores])
 
@@ -98,9 +101,9 @@ def test_win_rates_follow_the_answers_and_not_their_places(answers: list[str]) -
 @given(answers_of, st.integers(0, 4))
 def test_a_cache_of_any_size_changes_no_verdict(answers: list[str], most: int) -> None:
     bare, cached = judge(longer, 0), judge(longer, most)
-    once = asyncio.run(bare.score(CHAT, answers, ring=False))
+    once = asyncio.run(bare.score(CHAT, answers))
     for _ in range(2):
-        assert asyncio.run(cached.score(CHAT, answers, ring=False)) == once
+        assert asyncio.run(cached.score(CHAT, answers)) == once
     assert len(cached._cache._replies) <= most  # type: ignore[attr-defined]
 
 
@@ -108,10 +111,10 @@ def test_noise_is_addressed_by_revision_and_chat() -> None:
     """So a resumed run, whose cache is empty and whose batches differ, gets the same judgements."""
     answers = ["x", "xx", "xxx"]
     whole, apart, other = judge(longer, 0), judge(longer, 0), judge(longer, 0, revision="s")
-    asyncio.run(whole.score(CHAT, answers, ring=False))
+    asyncio.run(whole.score(CHAT, answers))
     for pair in itertools.combinations(answers, 2):
         asyncio.run(apart.compare(CHAT, [pair]))
-    asyncio.run(other.score(CHAT, answers, ring=False))
+    asyncio.run(other.score(CHAT, answers))
     seeds = [one._writer.seeds for one in (whole, apart, other)]  # type: ignore[attr-defined]
     assert seeds[0] == seeds[1] and len(set(seeds[0].values())) == 6
     assert not {*seeds[0].values()} & {*seeds[2].values()}

@@ -24,7 +24,7 @@ from ostinato.engine.serve import SamplerLink
 from ostinato.reward.remote import GraderLink, GraderServer
 from ostinato.train.remote import TrainerLink, TrainerServer
 from ostinato.types import Batch, Group, Microbatch, Reward, StepReport
-from ostinato.workers.host import BUILD, Host, deal_cores
+from ostinato.workers.host import BUILD, Host
 from ostinato.workers.remote import (
     Patience,
     WorkerFault,
@@ -235,21 +235,6 @@ def test_what_follows_waits_until_the_worker_is_built() -> None:
         return unpack_outcome(called)[0]
 
     assert asyncio.run(run()) == 2
-
-
-@settings(max_examples=30, deadline=None)
-@given(
-    workers=st.lists(st.integers(1, 4), min_size=1, max_size=6),
-    cores=st.integers(1, 12),
-    first=st.integers(0, 9),
-)
-def test_cores_are_dealt_round(workers: list[int], cores: int, first: int) -> None:
-    available = [first + core for core in range(cores)]
-    firsts = np.cumsum([0, *workers[:-1]]).tolist()
-    hands = [deal_cores(start, count, available) for start, count in zip(firsts, workers, strict=True)]
-    assert [len(hand) for hand in hands] == [min(count, cores) for count in workers]
-    if sum(workers) <= cores:
-        assert len({core for hand in hands for core in hand}) == sum(workers)
 
 
 # ---- graders
