@@ -27,8 +27,9 @@ class Locked(ValueError):
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of ``folder``, which exists. Child processes do not inherit the lock.
+def locked(folder: Path, noun: str = "run folder", other: str = "") -> Iterator[None]:
+    """Hold the lock of ``folder``, which exists. Child processes do not inherit the lock. ``noun``: what the
+    folder is; ``other``: how to name another one.
 
     Raises Locked at once if another process holds it; a file system without locks gives a warning.
     """
@@ -37,13 +38,14 @@ def locked(folder: Path) -> Iterator[None]:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except OSError as error:
         raise OSError(
-            f"run folder {folder} cannot be written ({error.strerror}); make it so for this user"
+            f"{noun} {folder} cannot be written ({error.strerror}); make it so for this user"
         ) from error
     with os.fdopen(descriptor, "r+b", buffering=0) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise Locked(_explain_refusal(folder, file.read())) from None
+            fix = f", or name another: {other}" if other else ""
+            raise Locked(f"{noun} {folder} is in use by {_describe_holder(file.read())}{fix}") from None
         except OSError as error:  # of some network file systems
             logger.warning(f"{path} cannot be locked ({error}): another process may write there too")
         holder = {
@@ -83,12 +85,12 @@ def is_held(folder: Path) -> bool | None:
     return True
 
 
-def _explain_refusal(folder: Path, content: bytes) -> str:
-    """The message of Locked, from the content of the lock."""
+def _describe_holder(content: bytes) -> str:
+    """The holder in the content of a lock, and what to do about it."""
     try:
         holder = json.loads(content)
         who = f"process {holder['pid']} on {holder['host']} since {holder['since']}"
         fix = f"wait until it has ended, or end it there (kill {holder['pid']})"
     except (ValueError, TypeError, KeyError):  # it has only just locked the file
         who, fix = "another process", "wait until it has ended, or end it"
-    return f"run folder {folder} is in use by {who}; {fix}"
+    return f"{who}; {fix}"

@@ -383,7 +383,13 @@ class RunFolder:
         """The run in ``path``. Raises ValueError if there is none."""
         run = cls(path)
         if not run.recipe.is_file():
-            raise ValueError(f"run folder {path} holds no recipe.toml; name the folder of a started run")
+            below = sorted(
+                str(file.parent) for depth in ("*", "*/*") for file in path.glob(f"{depth}/recipe.toml")
+            )
+            found = f"; there are {', '.join(below)} below it" if below else ""
+            raise ValueError(
+                f"run folder {path} holds no recipe.toml; name the folder of a started run{found}"
+            )
         return run
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:

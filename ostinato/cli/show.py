@@ -26,7 +26,10 @@ def show(run: Path, step: int, *, prompts: int, answers: int, as_json: bool) -> 
     index = samples.index(step)
     steps, groups = index["steps"], index["groups"]
     if not steps:
-        raise ValueError(f"{run} has recorded no episodes yet (log.trajectories_every); let it train first")
+        raise ValueError(
+            f"{run} has recorded no episodes (log.trajectories_every); let it train first, or look for "
+            "those of a Tinker loop at its client"
+        )
     if step not in (-1, *steps):
         steps_text = ", ".join(map(str, steps[:20])) + (f" ... {steps[-1]}" if len(steps) > 20 else "")
         raise ValueError(

@@ -46,15 +46,19 @@ LOGICAL = "ostinato_adapter.safetensors"
 log = logging.getLogger(__name__)
 
 
-def save_peft(adapters: Adapters, decoder: Decoder, folder: Path, base_name: str = "") -> None:
-    """Write the adapters of ``decoder`` into ``folder``; ``base_name`` is where PEFT finds the base.
+def save_peft(
+    adapters: Adapters, decoder: Decoder, folder: Path, base_name: str = "", *, peft: bool = True
+) -> None:
+    """Write the adapters of ``decoder`` into ``folder``; ``base_name`` is where PEFT finds the base. Without
+    ``peft``: in our own format alone.
 
     Each file is written completely or not at all; other files of the folder stay.
     """
     facts = {"spec": asdict(adapters.spec), "base": base_fingerprint(decoder), "base_name": base_name}
     # a single entry: safetensors writes several in random order, and equal runs should give equal files
     write_tensors(folder / LOGICAL, _move_to_cpu(adapters.state_dict()), {"ostinato": json.dumps(facts)})
-    write_peft(adapters, folder, base_name)
+    if peft:
+        write_peft(adapters, folder, base_name)
 
 
 def write_peft(adapters: Adapters, folder: Path, base_name: str = "") -> None:

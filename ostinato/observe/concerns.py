@@ -65,7 +65,8 @@ def _files(data: RunRows) -> Iterator[Concern]:
     for name, bytes_left in data.reading.items():
         yield Concern(Level.NOTE, f"{name}.jsonl is being read: {bytes_left / 1e6:,.0f} MB are left.")
     planned, rows = planned_steps(data), data.logs["metrics"]
-    if not finish(data) and status(data)["tone"] != "live":
+    is_planned = "tinker" not in data.recipe  # a client's loop is as long as the client says
+    if is_planned and not finish(data) and status(data)["tone"] != "live":
         steps = f"{len(rows)} steps" if planned is None else f"{len(rows)} of {planned} steps"
         yield Concern(
             Level.NOTE, f"Not finished: {steps}. The run was stopped or killed, or goes on elsewhere."

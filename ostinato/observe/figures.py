@@ -182,13 +182,15 @@ def _cost(cost: Summary) -> Figure:
 def commands(data: RunRows) -> list[tuple[str, str]]:
     """(purpose, command) of each command that makes sense next."""
     path, state = data.run.path, status(data)
-    if "tinker" in data.recipe:
-        return [("read episodes as text", f"ostinato show {path}")]
+    episodes = data.run.trajectories.path.is_file()
+    show = [("read episodes", f"ostinato show {path}")] if episodes else []
     if state["tone"] == "live":
-        return [("follow it", f"ostinato report --live {path}"), ("read episodes", f"ostinato show {path}")]
+        return [("follow it", f"ostinato report --live {path}"), *show]
+    if "tinker" in data.recipe:  # its adapter is in the state of its server
+        return show
     suggestions = [] if finish(data) else [("go on with it", f"ostinato resume {path}")]
     if data.metrics:
-        suggestions += [("talk to it", f"ostinato serve {path}"), ("read episodes", f"ostinato show {path}")]
+        suggestions += [("talk to it", f"ostinato serve {path}"), *show]
         suggestions += [("score it with more prompts", f"ostinato eval {path} eval.n=1000")]
         suggestions += (
             [("see where it would end", f"ostinato scale fit {path}")] if len(data.evals) > 3 else []

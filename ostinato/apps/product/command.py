@@ -43,7 +43,7 @@ def run(
     product_settings = read_settings(settings, *(overrides or []))
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        with locked(folder), open_store(product_settings.store) as store:
+        with locked(folder, "product folder", "--folder OTHER"), open_store(product_settings.store) as store:
             ProductLoop(product_settings, folder, store, STAGES).run(rounds)
     except Unavailable as error:
         raise RunFailed(f"{error}; once it does, the same command goes on from the last decision") from error

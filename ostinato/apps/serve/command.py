@@ -53,6 +53,7 @@ def serve(
 ) -> None:
     """Serve ``target`` until a signal, with the additions of other applications; ``feedback``: the address of
     their store. Raises ValueError for a target that cannot be served."""
+    say(f"loading {target}")
     try:
         import prometheus_client  # noqa: F401
         import uvicorn  # noqa: F401

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import secrets
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -27,7 +29,6 @@ from ostinato.apps.tinker.wire import (
     SampleBody,
     Seq,
     parse_body,
-    sequence_ids,
     training_request,
     unpack_body,
 )
@@ -37,8 +38,10 @@ POLL_S = 30.0  # of a long poll; the SDK's timeout is 45
 INLINE_BYTES = 1 << 20  # a larger result is announced first, if the client supports that
 MOST_SAMPLING = 8192  # requests in progress; more are answered with 429, and the SDK waits
 PURGE_S = 60.0
+GONE_S = 900.0  # without a heartbeat of the SDK, which has one every 10 s: its session is over
 FETCHED_S, KEPT_S = 600.0, 7 * 24 * 3600.0  # how long results are kept after the fetch, and otherwise
 SESSION = "session"
+log = logging.getLogger(__name__)
 
 
 class SeqBody(Body):
@@ -71,6 +74,8 @@ class Door:
 
     def __init__(self, work: Work, registry: Registry, futures: Futures, key: str = "") -> None:
         self._work, self._registry, self._futures, self._key = work, registry, futures, key
+        sessions = (id for id, _, session in registry.all(SESSION) if not session.get("finished"))
+        self._heartbeats = dict.fromkeys(sessions, time.monotonic())  # of sessions whose clients may be there
 
     # ---- the handshake
 
@@ -88,14 +93,14 @@ class Door:
         if self._registry.get(SESSION, id) is None:
             names = ("tags", "user_metadata", "sdk_version", "project_id", "display_name")
             self._registry.put(SESSION, id, {name: body.get(name) for name in names})
+        self._heartbeats[id] = time.monotonic()
         return JSONResponse({"session_id": id, "type": "create_session"})
 
     async def heartbeat(self, request: Request) -> Response:
-        session = self._registry.require(
-            SESSION, parse_body(SessionBody, await _read_body(request)).session_id
-        )
-        if session.get("finished"):
+        body = parse_body(SessionBody, await _read_body(request))
+        if self._registry.require(SESSION, body.session_id).get("finished"):
             return _make_refusal("this session has finished", 410)
+        self._heartbeats[body.session_id] = time.monotonic()
         return JSONResponse({"type": "session_heartbeat"})
 
     async def finish_session(self, request: Request) -> Response:
@@ -103,8 +108,20 @@ class Door:
         self._registry.put(
             SESSION, id, {**self._registry.require(SESSION, id), "finished": await _read_json(request)}
         )
+        self._heartbeats.pop(id, None)
         await self._work.finish_session(id)
         return Response(status_code=204)
+
+    async def clean_up(self, gone_s: float = GONE_S) -> None:
+        """Drop old results, expired checkpoints, and the samplers of clients that have gone without a word. A
+        client that comes back goes on with its models."""
+        self._registry.purge(FETCHED_S, KEPT_S)
+        self._work.delete_expired()
+        for id, at in list(self._heartbeats.items()):
+            if time.monotonic() - at >= gone_s:
+                del self._heartbeats[id]
+                if num_deleted := await self._work.finish_session(id):
+                    log.info("session %s has no client: %d samplers without a name deleted", id, num_deleted)
 
     async def telemetry(self, request: Request) -> Response:
         await _read_body(request)
@@ -175,8 +192,8 @@ class Door:
         else:
             id, owner = f"sample:{secrets.token_hex(8)}", ""
         self._futures.submit(id, owner, body.seq_id or 0, SAMPLE, data)
-        sequence_names = sequence_ids(id, min(body.num_samples, 1024))
-        return JSONResponse({"request_id": id, "sample_sequence_ids": sequence_names})
+        sequence_ids = [f"{id}:{k}" for k in range(min(body.num_samples, 1024))]
+        return JSONResponse({"request_id": id, "sample_sequence_ids": sequence_ids})
 
     async def retrieve(self, request: Request) -> Response:
         """The result; 408 while it is pending, 410 if the request is unknown or its result was dropped."""
@@ -224,7 +241,8 @@ class Door:
     async def sampler(self, request: Request) -> Response:
         id = request.path_params["sampler"]
         path = self._registry.require(SAMPLER, id)["path"]
-        return JSONResponse({"sampler_id": id, "base_model": self._work.base.name, "model_path": path})
+        base = self._work.base.path  # the SDK loads the tokenizer of a sampler from it
+        return JSONResponse({"sampler_id": id, "base_model": base, "model_path": path})
 
     def guarded(self, handler: Handler) -> Handler:
         """Wrap ``handler``: check the key, and write errors in Tinker's format."""
@@ -239,10 +257,12 @@ class Door:
 
 
 def _convert_error(error: ApiError) -> Response:
-    return _make_refusal(str(error), error.status, "user" if error.status < 500 else "server")
+    return _make_refusal(str(error), error.status)
 
 
-def _make_refusal(sentence: str, status: int, category: str = "user") -> Response:
+def _make_refusal(sentence: str, status: int) -> Response:
+    log.info("refused with %d: %s", status, sentence)
+    category = "user" if status < 500 else "server"
     return JSONResponse({"error": sentence, "category": category}, status_code=status)
 
 
@@ -265,7 +285,10 @@ def new_app(work: Work, registry: Registry, *, key: str = "") -> Starlette:
     async def purge() -> None:
         while True:
             await asyncio.sleep(PURGE_S)
-            registry.purge(FETCHED_S, KEPT_S)
+            try:
+                await door.clean_up()
+            except Exception:  # a full disk, say: the next time it may go
+                log.exception("cleaning up failed")
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -277,13 +300,16 @@ def new_app(work: Work, registry: Registry, *, key: str = "") -> Starlette:
             purge_task.cancel()
             await futures.close()
             await work.models.close()
+            log.info("ended, models saved; %d requests run at the next start", len(registry.pending()))
 
     def route(path: str, handler: Handler, *methods: str) -> Route:
         return Route(f"/api/v1{path}", door.guarded(handler), methods=methods or ("POST",))
 
     async def handle_failure(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        return _make_refusal(f"{request.method} {request.url.path}: {error.detail}", error.status_code)
+        what = f"{request.method} {request.url.path}"
+        sentence = f"this server does not offer {what}; what it offers is in docs/tinker.md"
+        return _make_refusal(sentence, error.status_code)
 
     kinds = ("optim_step", "save_weights", "save_weights_for_sampler", "save_weights_external")
     app = Starlette(

@@ -9,7 +9,7 @@ from pathlib import Path
 from ostinato.apps.serve.command import Address
 from ostinato.launch.machine import configure_threads
 from ostinato.launch.models import recipe_of
-from ostinato.terminal import say
+from ostinato.terminal import logged, say
 
 EXAMPLE = """
     import tinker
@@ -18,8 +18,10 @@ EXAMPLE = """
 """
 
 
+@logged(error=True)
 def tinker(target: str, overrides: Sequence[str], where: Address, state: Path, name: str = "") -> None:
     """Serve until a signal. Raises ValueError for a target that cannot be served."""
+    say(f"loading {target}")
     for package in ("tinker", "uvicorn", "sqlalchemy"):
         if find_spec(package) is None:  # not imported: the SDK loads torch, and threads are chosen before
             raise ValueError(f'tinker needs {package}; install it: pip install "ostinato[tinker]"')
@@ -33,14 +35,17 @@ def tinker(target: str, overrides: Sequence[str], where: Address, state: Path, n
         recipe, _ = recipe_of(target, *overrides)
         configure_threads(recipe)
         from ostinato.apps.tinker.app import new_app
+        from ostinato.apps.tinker.models import MODEL
         from ostinato.apps.tinker.registry import PROTO
-        from ostinato.apps.tinker.work import open_work
+        from ostinato.apps.tinker.work import CHECKPOINT, open_work
 
         with open_work(target, tuple(overrides), state, name) as workshop:
             app = new_app(workshop.work, workshop.registry, key=key)
             say(f"export TINKER_BASE_URL={address(server_socket)}")
             say(f"export TINKER_API_KEY={key or 'tml-local'}")
             say(EXAMPLE.format(name=workshop.work.base.name))
-            say(f"what clients make is kept in {state} (Ctrl-C ends the server)")
+            num_models, num_checkpoints = (len(workshop.registry.all(kind)) for kind in (MODEL, CHECKPOINT))
+            kept = f"{num_models} models and {num_checkpoints} checkpoints so far"
+            say(f"what clients make is kept in {state}, {kept} (Ctrl-C ends the server)")
             options = {"drain_s": where.drain_s, "ending": app.state.ending}
             HttpServer(app, server_socket, where.access.with_types(PROTO), **options).serve_until_signal()

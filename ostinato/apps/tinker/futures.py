@@ -37,7 +37,10 @@ class Futures:
 
     def resume(self) -> None:
         """Run the pending requests of an earlier process."""
-        for stored in self._registry.pending():
+        pending = self._registry.pending()
+        if pending:
+            log.info("%d requests of an earlier process go on", len(pending))
+        for stored in pending:
             self._start(stored)
 
     def submit(self, id: str, owner: str, seq: int, kind: str, body: bytes) -> None:
@@ -94,6 +97,7 @@ class Futures:
         try:
             result = await self._compute_result(stored)
         except ValueError as error:  # an error of the client
+            log.info("refused %s %s: %s", stored.kind, stored.id, error)
             result = Result.failed(str(error), "User")
         except Exception as error:
             log.exception("request %s failed", stored.id)

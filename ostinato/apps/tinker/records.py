@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import threading
 import time
@@ -20,6 +21,7 @@ from ostinato.run import RunFolder
 from ostinato.train.accumulate import Row, Scored
 
 Start = Callable[[RunFolder], None]  # records the machine that works on a run from now on
+log = logging.getLogger(__name__)
 TOTALS = {"total/sampled_tokens": "sampled", "total/trained_tokens": "trained"}
 
 
@@ -86,6 +88,8 @@ class Record:
         self._run.write(self._step, {**loss, **taken, **row, **self._totals})
         token_counts = {kind: tokens[kind] for kind in ("sampled", "trained")}
         self._ledger.step(self._step, wall_s, {"train": self._busy_s + seconds}, {"tokens": token_counts})
+        words = [f"{name} {value:.4g}" for name, value in (loss | taken).items()]
+        log.info("%s step %d, %.1f s: %s", self._run.path.name, self._step, wall_s, ", ".join(words))
         self._loss = self._busy_s = 0.0
 
     def close(self, why: str) -> None:

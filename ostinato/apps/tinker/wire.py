@@ -293,7 +293,3 @@ def _fill_top(message: Any, ids: Sequence[np.ndarray], logprobs: Sequence[np.nda
         tokens[row, : len(row_ids)], values[row, : len(row_logprobs)] = row_ids[:k], row_logprobs[:k]
     message.token_ids, message.logprobs = tokens.tobytes(), values.tobytes()
     message.k, message.length = k, len(ids)
-
-
-def sequence_ids(request_id: str, count: int) -> list[str]:
-    return [f"{request_id}:{k}" for k in range(count)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import re
 import shutil
 import time
@@ -46,6 +47,7 @@ SAMPLER, CHECKPOINT = "sampler", "checkpoint"
 KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 LIMIT_S = 7 * 24 * 3600.0  # of a sample; a client that gives up cancels earlier
+log = logging.getLogger(__name__)
 TOP = 64  # top tokens per position, at most
 
 
@@ -89,11 +91,13 @@ class Work:
 
     async def _create(self, stored: Stored) -> Result:
         await self.models.create(stored)
+        log.info("model %s is new, with rank %d", stored.owner, self.models.spec(stored.owner).rank)
         return Result.of({"model_id": stored.owner, "type": "create_model"})
 
     async def _load(self, stored: Stored) -> Result:
         await self.models.load(stored)
         path = json.loads(stored.body or b"{}")["path"]
+        log.info("model %s has loaded %s", stored.owner, path)
         return Result.of({"path": path, "model_id": stored.owner, "type": "load_weights"})
 
     async def _train(self, stored: Stored) -> Result:
@@ -125,14 +129,16 @@ class Work:
         model = await self.models.get(stored.owner)
         kind = {"type": "save_weights_for_sampler"}
         if body.path is not None:
-            path = await self._write(stored, body, "sampler_weights", self._as_peft(model.trained.adapters))
+            path = await self._write(stored, body, "sampler_weights", self._writer(model.trained.adapters))
             return Result.of({"path": path, **kind})
         session = self._registry.require(MODEL, stored.owner)["session"]
         id = f"{session}:sample:{body.sampling_session_seq_id}"
         is_shared = body.kind == "inflight"
         policy = f"{stored.owner}:inflight" if is_shared else id
         folder = self._folder / "samplers" / slug(policy)
-        await self._thread.call(lambda _: _replace_folder(folder, self._as_peft(model.trained.adapters)))
+        await self._thread.call(
+            lambda _: _replace_folder(folder, self._writer(model.trained.adapters, peft=False))
+        )
         await self.samplers.publish(policy, model.trained.adapters, model.trained.steps)
         document = {
             "policy": policy,
@@ -149,12 +155,13 @@ class Work:
         if body.age_encryption_recipients:
             raise UserError("age_encryption_recipients are not supported; files are on your own disk")
         model = await self.models.get(stored.owner)
-        path = await self._write(stored, body, "external_weights", self._as_peft(model.trained.adapters))
+        path = await self._write(stored, body, "external_weights", self._writer(model.trained.adapters))
         size = self._registry.require(CHECKPOINT, path)["size"]
         return Result.of({"path": path, "size_bytes": size, "type": "save_weights_external"})
 
-    def _as_peft(self, adapters: Adapters) -> Callable[[Path], None]:
-        return lambda folder: save_peft(adapters, self.base.decoder, folder, base_name=self.base.path)
+    def _writer(self, adapters: Adapters, *, peft: bool = True) -> Callable[[Path], None]:
+        """Return what writes adapters into a folder; without ``peft`` in our form alone, which is smaller."""
+        return lambda folder: save_peft(adapters, self.base.decoder, folder, self.base.path, peft=peft)
 
     async def _write(self, stored: Stored, body: SaveBody, kind: str, write: Callable[[Path], None]) -> str:
         """Write a checkpoint to disk and to the registry, and return its path."""
@@ -214,6 +221,14 @@ class Work:
         folder = self.folder_of(path)
         self._registry.delete(CHECKPOINT, path)
         shutil.rmtree(folder, ignore_errors=True)
+
+    def delete_expired(self) -> None:
+        """Delete the checkpoints whose time is over."""
+        for path, _, document in self._registry.all(CHECKPOINT):
+            if document["expires"] is not None and document["expires"] < time.time():
+                self._registry.delete(CHECKPOINT, path)
+                shutil.rmtree(self._folder / document["folder"], ignore_errors=True)
+                log.info("%s has expired and is deleted", path)
 
     # ---- samples
 
@@ -297,8 +312,10 @@ class Work:
         folder = self._folder / document["folder"]
         return document, await self.samplers.ensure(document["policy"], folder, document["steps"])
 
-    async def finish_session(self, session: str) -> None:
-        """Free the memory of an ended session's models, and delete its samplers without a path."""
+    async def finish_session(self, session: str) -> int:
+        """Free the memory of an ended session's models, and delete its samplers without a path. Returns how
+        many samplers."""
+        num_deleted = 0
         for id, _, _ in self._registry.all(MODEL, session):
             await self.models.release(id)
         for id, _, document in self._registry.all(SAMPLER, session):
@@ -307,6 +324,8 @@ class Work:
                 if document["folder"] is not None:  # the base has none
                     shutil.rmtree(self._folder / document["folder"], ignore_errors=True)
                 self._registry.delete(SAMPLER, id)
+                num_deleted += 1
+        return num_deleted
 
 
 def _replace_folder(folder: Path, write: Callable[[Path], object]) -> None:
@@ -327,8 +346,7 @@ class Workshop:
 @contextlib.contextmanager
 def open_work(target: str, overrides: tuple[str, ...], state: Path, name: str = "") -> Iterator[Workshop]:
     """Open the work of a model, a recipe or a run's base; models and checkpoints of clients are kept in
-    ``state``. ``name`` is the clients' name for the base; "": its folder or hub name, which they may always
-    use.
+    ``state``. ``name`` is the clients' name for the base beside ``target``, its folder and its hub name.
 
     Raises ValueError for a target that cannot be trained, and for a folder that another process uses.
     """
@@ -346,7 +364,7 @@ def open_work(target: str, overrides: tuple[str, ...], state: Path, name: str = 
 
     state.mkdir(parents=True, exist_ok=True)
     with (
-        locked(state),
+        locked(state, "state folder", "--state OTHER"),
         contextlib.closing(Registry(state / "registry.sqlite")) as registry,
         contextlib.closing(EngineThread(make)) as thread,
     ):
@@ -360,10 +378,10 @@ def _make_base(target: str, policy: Policy, engine: LocalEngine, name: str) -> B
     folder = policy.folder.resolve()
     source = path if is_hub_name(path) else str(folder)
     return Base(
-        name=name or source,
+        name=name or target,
         path=source,
         aliases=frozenset(
-            {name or source, source, path, target, str(policy.folder), str(folder), folder.name}
+            {name or target, source, path, target, str(policy.folder), str(folder), folder.name}
         ),
         decoder=engine.decoder,
         renderer=policy.renderer,

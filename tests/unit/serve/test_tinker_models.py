@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import httpx2
@@ -14,9 +15,10 @@ import pytest
 import torch
 from worlds import VOCAB, tiny_decoder
 
-from ostinato.lock import locked
+from ostinato.lock import Locked, locked
 from ostinato.model.ops import TORCH_OPS
 from ostinato.observe import figures
+from ostinato.observe.concerns import concerns
 from ostinato.observe.ledger import Event, read, summary
 from ostinato.observe.page import write_report
 from ostinato.observe.rows import RunRows
@@ -27,12 +29,12 @@ tinker = pytest.importorskip("tinker", reason='pip install -c constraints.txt "o
 from tinker.proto import tinker_public_pb2 as pb  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 from ostinato.apps.serve.thread import EngineThread  # noqa: E402
-from ostinato.apps.tinker.app import new_app  # noqa: E402
+from ostinato.apps.tinker.app import Door, new_app  # noqa: E402
 from ostinato.apps.tinker.futures import Futures  # noqa: E402
 from ostinato.apps.tinker.registry import DONE, FAILED, Registry, UserError  # noqa: E402
 from ostinato.apps.tinker.samplers import Base  # noqa: E402
 from ostinato.apps.tinker.wire import rows_of  # noqa: E402
-from ostinato.apps.tinker.work import Work  # noqa: E402
+from ostinato.apps.tinker.work import Work, open_work  # noqa: E402
 
 MODEL = "s:train:0"
 CREATE = (
@@ -87,7 +89,8 @@ class Life:
             ops=TORCH_OPS,
             context=512,
         )
-        self.thread = EngineThread(cast(Any, lambda: None))
+        engine = SimpleNamespace(publish=lambda *policy: None, withdraw=lambda name: None)
+        self.thread = EngineThread(cast(Any, lambda: engine))
         folder.mkdir(exist_ok=True)
         self.registry = Registry(folder / "db")
         self.work = Work(self.thread, base, self.registry, folder, lambda run: None)
@@ -193,8 +196,13 @@ def test_a_model_is_a_run_which_report_and_ledger_read_also_after_a_kill(tmp_pat
         assert status(run) == "stopped, after step 2"
         rows = read(run)
         assert [row["event"] for row in rows].count(Event.STEP) == 4 and summary(rows).tokens["sampled"] == 7
+        data = RunRows(run).read()
+        assert figures.commands(data) == []  # ``show`` and ``serve`` find nothing in this folder
+        assert not [concern.text for concern in concerns(data) if "killed" in concern.text]
         write_report([run])
         assert "s_train_0" in run.report.read_text()
+        with pytest.raises(ValueError, match=r"no recipe.toml.*; there are .*runs/s_train_0 below it"):
+            RunFolder.open(tmp_path)
         killed.thread.close()
         killed.registry.close()
 
@@ -351,3 +359,75 @@ def test_one_client_breaks_nothing_for_others_and_a_state_can_be_moved(tmp_path:
     model = asyncio.run(first(tmp_path / "here"))
     (tmp_path / "here").rename(tmp_path / "there")
     asyncio.run(second(tmp_path / "there", model))
+
+
+def test_a_client_that_goes_without_a_word_leaves_its_models_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Scripts that just exit left every sampler that they had published, in two formats; the disk kept
+    checkpoints whose time was over: 243 MB after five minutes."""
+    caplog.set_level("INFO", "ostinato.apps.tinker")
+
+    async def main() -> None:
+        life = Life(tmp_path)
+        client = Client(life)
+        session = (await client.ask("POST", "/create_session"))[1]["session_id"]
+        lora = {"base_model": "tiny", "lora_config": {"rank": 2}}
+        model = (await client.done("/create_model", session_id=session, model_seq_id=0, **lora))["model_id"]
+        for seq in (1, 2):
+            unnamed = {"model_id": model, "seq_id": seq, "sampling_session_seq_id": seq}
+            assert "sampling_session_id" in await client.done("/save_weights_for_sampler", **unnamed)
+        assert {file.name for file in tmp_path.glob("samplers/*/*")} == {"ostinato_adapter.safetensors"}
+        assert "path" in await client.done("/save_weights", model_id=model, seq_id=3, path="a", ttl_seconds=0)
+        assert "path" in await client.done("/save_weights", model_id=model, seq_id=4, path="b")
+        door = Door(life.work, life.registry, life.futures)
+        await door.clean_up(gone_s=60.0)
+        assert len([*tmp_path.glob("samplers/*")]) == 2
+        assert [folder.name for folder in tmp_path.glob("checkpoints/*/weights/*")] == ["b"]
+        for _ in range(2):  # the second time there is nobody to wait for
+            await door.clean_up(gone_s=0.0)
+        assert not [*tmp_path.glob("samplers/*")]
+        assert caplog.text.count("has no client: 2 samplers without a name deleted") == 1
+        assert "metrics" in await client.done("/optim_step", model_id=model, seq_id=5, adam_params={})
+        await life.close()
+
+    asyncio.run(main())
+
+
+def test_the_server_says_what_it_does_and_what_it_refuses(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It printed nothing behind its first lines, and "Not Found" was the answer to what it does not offer."""
+    caplog.set_level("INFO", "ostinato.apps.tinker")
+
+    async def main() -> None:
+        life = Life(tmp_path)
+        life.submit(end=3)
+        assert await life.state(2) == DONE
+        life.futures.submit("bad", MODEL, 3, "optim_step", b'{"model_id": "s:train:0", "seq_id": 3}')
+        stored = await life.futures.result("bad", 60)
+        assert stored is not None and stored.state == FAILED
+        status, answer = await Client(life).ask("GET", "/audit")
+        assert status == 404 and answer["error"].startswith("this server does not offer GET /api/v1/audit;")
+        await life.close()
+
+    asyncio.run(main())
+    for sentence in (
+        "model s:train:0 is new, with rank 2",
+        "s_train_0 step 1, ",
+        "refused optim_step bad: optim_step has no adam_params",
+        "refused with 404: this server does not offer GET /api/v1/audit",
+    ):
+        assert sentence in caplog.text
+
+
+def test_a_state_in_use_is_refused_by_its_name_and_with_another(tmp_path: Path) -> None:
+    """A second server was told that a run folder is in use."""
+    with (
+        locked(tmp_path),
+        pytest.raises(
+            Locked, match=r"^state folder .* in use by process .*, or name another: --state OTHER$"
+        ),
+        open_work("asset:seed-moe", (), tmp_path),
+    ):
+        pass
