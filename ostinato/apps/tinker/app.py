@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from ostinato.apps.serve.calls import ApiError, json_of
+from ostinato.apps.serve.calls import json_of
 from ostinato.apps.serve.server import Handler, guarded, read_body
 from ostinato.apps.tinker.futures import SAMPLE, Futures
 from ostinato.apps.tinker.listings import Listings
@@ -241,8 +241,7 @@ class Door:
     async def sampler(self, request: Request) -> Response:
         id = request.path_params["sampler"]
         path = self._registry.require(SAMPLER, id)["path"]
-        base = self._work.base.path  # the SDK loads the tokenizer of a sampler from it
-        return JSONResponse({"sampler_id": id, "base_model": base, "model_path": path})
+        return JSONResponse({"sampler_id": id, "base_model": self._work.base.name, "model_path": path})
 
     def guarded(self, handler: Handler) -> Handler:
         """Wrap ``handler``: check the key, and write errors in Tinker's format."""
@@ -253,11 +252,12 @@ class Door:
             except UserError as error:
                 return _make_refusal(str(error), error.status)
 
-        return guarded(handle, self._key, _convert_error, "set TINKER_API_KEY")
-
-
-def _convert_error(error: ApiError) -> Response:
-    return _make_refusal(str(error), error.status)
+        return guarded(
+            handle,
+            self._key,
+            lambda error: _make_refusal(str(error), error.status),
+            "set TINKER_API_KEY",
+        )
 
 
 def _make_refusal(sentence: str, status: int) -> Response:

@@ -43,7 +43,7 @@ def tinker(target: str, overrides: Sequence[str], where: Address, state: Path, n
             app = new_app(workshop.work, workshop.registry, key=key)
             say(f"export TINKER_BASE_URL={address(server_socket)}")
             say(f"export TINKER_API_KEY={key or 'tml-local'}")
-            say(EXAMPLE.format(name=workshop.work.base.name))
+            say(EXAMPLE.format(name=name or target))
             num_models, num_checkpoints = (len(workshop.registry.all(kind)) for kind in (MODEL, CHECKPOINT))
             kept = f"{num_models} models and {num_checkpoints} checkpoints so far"
             say(f"what clients make is kept in {state}, {kept} (Ctrl-C ends the server)")

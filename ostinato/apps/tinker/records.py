@@ -88,7 +88,7 @@ class Record:
         self._run.write(self._step, {**loss, **taken, **row, **self._totals})
         token_counts = {kind: tokens[kind] for kind in ("sampled", "trained")}
         self._ledger.step(self._step, wall_s, {"train": self._busy_s + seconds}, {"tokens": token_counts})
-        words = [f"{name} {value:.4g}" for name, value in (loss | taken).items()]
+        words = [f"{name} {value:.4g}" for name, value in {**loss, **taken}.items()]
         log.info("%s step %d, %.1f s: %s", self._run.path.name, self._step, wall_s, ", ".join(words))
         self._loss = self._busy_s = 0.0
 

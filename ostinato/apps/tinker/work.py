@@ -346,7 +346,8 @@ class Workshop:
 @contextlib.contextmanager
 def open_work(target: str, overrides: tuple[str, ...], state: Path, name: str = "") -> Iterator[Workshop]:
     """Open the work of a model, a recipe or a run's base; models and checkpoints of clients are kept in
-    ``state``. ``name`` is the clients' name for the base beside ``target``, its folder and its hub name.
+    ``state``. ``name`` is the clients' name for the base; "": its folder or hub name, which they may always
+    use, as they may use ``target``.
 
     Raises ValueError for a target that cannot be trained, and for a folder that another process uses.
     """
@@ -378,10 +379,10 @@ def _make_base(target: str, policy: Policy, engine: LocalEngine, name: str) -> B
     folder = policy.folder.resolve()
     source = path if is_hub_name(path) else str(folder)
     return Base(
-        name=name or target,
+        name=name or source,  # the SDK loads the tokenizer of a sampler by this name
         path=source,
         aliases=frozenset(
-            {name or target, source, path, target, str(policy.folder), str(folder), folder.name}
+            {name or source, source, path, target, str(policy.folder), str(folder), folder.name}
         ),
         decoder=engine.decoder,
         renderer=policy.renderer,
