@@ -148,7 +148,8 @@ def table(found: dict[str, str]) -> str:
     """Share and methods by client, in Markdown. A name stands for its ``_async`` form too; refused where
     one of them is."""
     works = sum(not error for error in found.values())
-    lines = [f"{works} of {len(found)} public methods of the four clients work.", ""]
+    counted = "a method and its `_async` form count as two, and have one name below"
+    lines = [f"{works} of {len(found)} public methods of the four clients work ({counted}).", ""]
     lines += ["| client | works | refused |", "|---|---|---|"]
     for client in CLIENTS:
         mine = {method.split(".")[1]: error for method, error in found.items() if method.startswith(client)}

@@ -156,6 +156,7 @@ def _steps(data: RunRows, cost: Summary) -> Figure:
     repeated = f"; {cost.repeated} done twice" if cost.repeated else ""
     restarts = f"; started {cost.sessions} times" if cost.restarts else ""
     target = "until the budget is spent" if planned is None else f"of {planned} planned"
+    target = "of a client's loop" if "tinker" in data.recipe else target
     return Figure("Steps", f"{finished:,}", f"{target}{restarts}{repeated}")
 
 

@@ -45,7 +45,7 @@ def tinker(target: str, overrides: Sequence[str], where: Address, state: Path, n
             say(f"export TINKER_API_KEY={key or 'tml-local'}")
             say(EXAMPLE.format(name=name or target))
             num_models, num_checkpoints = (len(workshop.registry.all(kind)) for kind in (MODEL, CHECKPOINT))
-            kept = f"{num_models} models and {num_checkpoints} checkpoints so far"
-            say(f"what clients make is kept in {state}, {kept} (Ctrl-C ends the server)")
+            kept = f"models: {num_models}, checkpoints: {num_checkpoints}"
+            say(f"what clients make is kept in {state} ({kept}); Ctrl-C ends the server")
             options = {"drain_s": where.drain_s, "ending": app.state.ending}
             HttpServer(app, server_socket, where.access.with_types(PROTO), **options).serve_until_signal()
