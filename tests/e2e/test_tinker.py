@@ -88,7 +88,8 @@ class Server:
             lines.append(line)
             if "Ctrl-C" in line:
                 break
-        assert self.process.poll() is None and f"TINKER_BASE_URL={self.url}" in "".join(lines)
+        assert self.process.poll() is None and lines[0] == f"loading {MODEL}\n"
+        assert f"TINKER_BASE_URL={self.url}" in "".join(lines)
 
     def end(self, with_signal: int = signal.SIGTERM) -> int:
         """The exit code."""

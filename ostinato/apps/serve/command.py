@@ -118,6 +118,7 @@ def _make_lifespan(
 
 def proxy(target: str, overrides: Sequence[str], out: Path, where: Address, idle_s: float) -> None:
     """Record rollouts until a signal. Raises ValueError for a target that cannot be served."""
+    say(f"loading {target}")
     recipe, _ = recipe_of(target, *overrides)
     configure_threads(recipe)
     try:

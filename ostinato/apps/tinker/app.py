@@ -112,6 +112,15 @@ class Door:
         await self._work.finish_session(id)
         return Response(status_code=204)
 
+    async def keep_clean(self) -> None:
+        """Clean up now and then, until cancelled."""
+        while True:
+            await asyncio.sleep(PURGE_S)
+            try:
+                await self.clean_up()
+            except Exception:  # a full disk, say: the next time it may go
+                log.exception("cleaning up failed")
+
     async def clean_up(self, gone_s: float = GONE_S) -> None:
         """Drop old results, expired checkpoints, and the samplers of clients that have gone without a word. A
         client that comes back goes on with its models."""
@@ -282,22 +291,14 @@ def new_app(work: Work, registry: Registry, *, key: str = "") -> Starlette:
     futures = Futures(registry, work.run)
     door, listings = Door(work, registry, futures, key), Listings(work, registry)
 
-    async def purge() -> None:
-        while True:
-            await asyncio.sleep(PURGE_S)
-            try:
-                await door.clean_up()
-            except Exception:  # a full disk, say: the next time it may go
-                log.exception("cleaning up failed")
-
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         futures.resume()
-        purge_task = asyncio.create_task(purge())
+        cleaning = asyncio.create_task(door.keep_clean())
         try:
             yield
         finally:
-            purge_task.cancel()
+            cleaning.cancel()
             await futures.close()
             await work.models.close()
             log.info("ended, models saved; %d requests run at the next start", len(registry.pending()))
@@ -308,7 +309,7 @@ def new_app(work: Work, registry: Registry, *, key: str = "") -> Starlette:
     async def handle_failure(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         what = f"{request.method} {request.url.path}"
-        sentence = f"this server does not offer {what}; what it offers is in docs/tinker.md"
+        sentence = f"this server does not offer {what}; docs/tinker.md says what it offers"
         return _make_refusal(sentence, error.status_code)
 
     kinds = ("optim_step", "save_weights", "save_weights_for_sampler", "save_weights_external")
