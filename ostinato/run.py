@@ -386,7 +386,8 @@ class RunFolder:
             below = sorted(
                 str(file.parent) for depth in ("*", "*/*") for file in path.glob(f"{depth}/recipe.toml")
             )
-            found = f"; there are {', '.join(below)} below it" if below else ""
+            more = f" and {len(below) - 8} more" if len(below) > 8 else ""
+            found = f"; there are {', '.join(below[:8])}{more} below it" if below else ""
             raise ValueError(
                 f"run folder {path} holds no recipe.toml; name the folder of a started run{found}"
             )
