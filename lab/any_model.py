@@ -223,7 +223,7 @@ def walk(model_type: str) -> str:
         write_folder(adapters, Path(place), "")
         read_folder(Path(place), model.sites, "cpu")
         tokens = torch.arange(12)[None] * 5 % VOCAB
-        with torch.no_grad(), model.using(adapters.prepared(torch.float32)):
+        with torch.no_grad(), model.using(adapters.prepare(torch.float32)):
             logits = model.model(input_ids=tokens, use_cache=False).logits
         plain = tiny_model(model_type, **OWN.get(model_type, {}))
         with torch.no_grad():

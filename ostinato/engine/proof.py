@@ -100,7 +100,7 @@ def _make_cases(decoder: Decoder, kernels: CudaKernels) -> Iterator[Case]:
         lambda: torch.cat(TORCH_OPS.route(logits, moe, bias)[:2], dim=1),
     )
     ids, weights, _ = TORCH_OPS.route(logits, moe, bias)
-    ids, gate_up, down = ids % moe.here, block.gate_up, block.down
+    ids, gate_up, down = ids % moe.num_local, block.gate_up, block.down
     factors = _draw_expert_factors(decoder, block)
     for name, lora in (("experts", None), ("experts with adapters", factors)):
         yield (
@@ -140,7 +140,7 @@ def _make_mixed_cases(decoder: Decoder, kernels: CudaKernels) -> Iterator[Case]:
         *map(torch.stack, zip(factors[0][:4], factors[1][:4], strict=True)), scale=0.5
     )
     ids, weights, _ = TORCH_OPS.route(draw_values(decoder, ROWS, moe.num_experts).float(), moe, None)
-    ids, expert_weights = ids % moe.here, (block.gate_up, block.down)
+    ids, expert_weights = ids % moe.num_local, (block.gate_up, block.down)
     yield (
         "experts",
         lambda: ops.experts(x, ids, weights, *expert_weights, stacked_factors),

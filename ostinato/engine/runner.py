@@ -76,7 +76,7 @@ class Runner:
             check_finite(adapters)
         with torch.inference_mode():
             served = None if adapters is None else adapters.detach_copy()
-            prepared = None if served is None else served.prepared(self.decoder.dtype)
+            prepared = None if served is None else served.prepare(self.decoder.dtype)
             if self._graphs is not None and policy in self._policies:
                 old = self._policies[policy].prepared
                 if overwrite(old, prepared):

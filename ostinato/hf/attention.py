@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ostinato.model.packed import PackedAttention, of_all_pairs
+from ostinato.model.packed import PackedAttention, attend_all_pairs
 
 NAME = "ostinato_packed"  # of the function in transformers' registry
 
@@ -37,5 +37,5 @@ def attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     if softcap is None and s_aux is None:
         return attend(0, q, k, v, scale, sliding_window).unsqueeze(0), None
-    out = of_all_pairs(attend.segments, q, k, v, scale, sliding_window, softcap, s_aux)
+    out = attend_all_pairs(attend.segments, q, k, v, scale, sliding_window, softcap, s_aux)
     return out.unsqueeze(0), None

@@ -116,7 +116,7 @@ class ModuleAdapters(Adapters):
         """See ``Adapters``; the sites stay those of these factors."""
         return super().copy_of(leaves, self.config)
 
-    def prepared(self, dtype: torch.dtype) -> PreparedSites:  # type: ignore[override]
+    def prepare(self, dtype: torch.dtype) -> PreparedSites:  # type: ignore[override]
         """The factors in the dtype that a forward uses."""
         return PreparedSites(
             {name: Lora(a.to(dtype), b.to(dtype), self.scale(name)) for name, (a, b) in self.tensors.items()}
@@ -129,7 +129,7 @@ class PreparedSites:
 
     at: Mapping[str, Lora]
 
-    def prepared(self, dtype: torch.dtype) -> PreparedSites:
+    def prepare(self, dtype: torch.dtype) -> PreparedSites:
         return self
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> PreparedSites:

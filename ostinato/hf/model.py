@@ -129,7 +129,7 @@ class TransformersModel:
         recompute: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """As ``Decoder.forward``; ``attend`` is a ``PackedAttention``."""
-        factors = adapters.prepared(self.dtype) if adapters is not None else None
+        factors = adapters.prepare(self.dtype) if adapters is not None else None
         if self.packs:
             return self._run(tokens, positions, attend, factors, routing, recompute)
         results = []

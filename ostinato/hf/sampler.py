@@ -132,7 +132,7 @@ class TransformersEngine:
         if adapters is not None:
             check_finite(adapters)
         with torch.no_grad():
-            copy = None if adapters is None else adapters.detach_copy().prepared(self.decoder.dtype)
+            copy = None if adapters is None else adapters.detach_copy().prepare(self.decoder.dtype)
         self._factors[policy] = copy
 
     def retire(self, policy: int) -> None:

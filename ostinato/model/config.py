@@ -85,12 +85,12 @@ class MoEConfig:
     topk_groups: int = 1
     correction_bias: bool = False  # DeepSeek: added to the scores for the choice only
     shared_intermediate_size: int = 0  # all shared experts together; 0 without
-    kept: int | None = None  # how many of the experts are here, on a rank that keeps some; None: all
+    num_kept: int | None = None  # how many of the experts are here, on a rank that keeps some; None: all
 
     @property
-    def here(self) -> int:
+    def num_local(self) -> int:
         """The number of experts whose weights are here."""
-        return self.num_experts if self.kept is None else self.kept
+        return self.num_experts if self.num_kept is None else self.num_kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -97,13 +97,13 @@ class Decoder(nn.Module):
                 _register(self, name, weight)
             return weight
 
-        if self.share.embeds or (self.share.heads and c.tie_embeddings):
+        if self.share.has_embedding or (self.share.has_head and c.tie_embeddings):
             new_weight("embed", c.vocab_size, c.hidden_size)
-        if self.share.heads:
+        if self.share.has_head:
             new_weight("norm", c.hidden_size)
-        if self.share.heads and not c.tie_embeddings:
+        if self.share.has_head and not c.tie_embeddings:
             new_weight("head", c.vocab_size, c.hidden_size)
-        final_norm = self.norm if self.share.heads else None
+        final_norm = self.norm if self.share.has_head else None
         self.blocks = [new_block(c, new_weight, layer, final_norm) for layer in self.share.layers]
         for block, following in zip(self.blocks[:-1], self.blocks[1:], strict=True):
             block.next_norm = following.attn_norm
@@ -198,7 +198,7 @@ class Decoder(nn.Module):
                 raise ValueError(f"routing was given, but this {self.config.model_type} model has no experts")
             if not routing_checked:
                 check_routing(routing, tokens.shape[0], moe)
-        loras = adapters.prepared(self.dtype).layers if adapters is not None else None
+        loras = adapters.prepare(self.dtype).layers if adapters is not None else None
         rope = self.rotations(positions)
         local_rope = rope if self.config.local_rope is None else self.rotations(positions, local=True)
         if residual is None:

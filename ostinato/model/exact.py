@@ -50,10 +50,10 @@ def exact_ops(
         return _apply_pair(run_fast, partial(run, slow.add_lora), y, x, a, b)
 
     def route(
-        logits: Tensor, moe: MoEConfig, bias: Tensor | None = None, given: Tensor | None = None
+        logits: Tensor, moe: MoEConfig, bias: Tensor | None = None, routing: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         with torch.no_grad():
-            ids, fast_weights, native = fast.route(logits, moe, bias, given)
+            ids, fast_weights, native = fast.route(logits, moe, bias, routing)
         weights = _apply_pair(
             lambda _: fast_weights, lambda z: slow.route(z, moe, bias, ids.long())[1], logits
         )

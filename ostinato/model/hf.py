@@ -134,7 +134,7 @@ def fill(decoder: Decoder, folder: str | Path, coding: Coding | None = None) -> 
             ):
                 unexpected += file_names
                 continue
-            for name, file in weights.each(path):
+            for name, file in weights.iterate(path):
                 target = expected.get(canonical(name, config))
                 if target is None:
                     if name == HEAD and path.suffix == ".bin" and config.tie_embeddings:
@@ -168,7 +168,7 @@ def check_sizes(empty: Decoder, folder: str | Path) -> None:
     for path, file_names in weights.files.items():
         if file_names and not any(canonical(name, empty.config) in expected for name in file_names):
             continue
-        with weights.opened(path) as file:
+        with weights.open_file(path) as file:
             for name in file.keys():  # noqa: SIM118 - not a dict
                 if target := expected.get(canonical(name, empty.config)):
                     _check_shape(target, file.get_slice(name), name, path)

@@ -15,7 +15,7 @@ from torch import Tensor
 from ostinato.model.config import ModelConfig
 from ostinato.model.decoder import Decoder
 from ostinato.model.shapes import linear_shapes
-from ostinato.model.share import Spans, placed
+from ostinato.model.share import Spans, find_spans
 from ostinato.model.weights import Attention, Block, Moe
 
 _HF_ROLES = {
@@ -77,7 +77,7 @@ def stored(decoder: Decoder) -> dict[str, Stored]:
     for name, logical, expert, view in _list_tensors(decoder):
         shape = shapes.get(logical, tuple(view.shape))
         if logical not in spans:
-            spans[logical] = placed(config, share, logical, shape)
+            spans[logical] = find_spans(config, share, logical, shape)
         skip = expert is not None  # a file per expert has no dimension of experts
         entries[name] = Stored(view, spans[logical][skip:], shape[skip:], frozenset((name,)))
     for layer, block in zip(share.layers, decoder.blocks, strict=True):
@@ -105,9 +105,9 @@ def is_redundant(name: str, config: ModelConfig) -> bool:
 
 
 def _list_tensors(decoder: Decoder) -> Iterator[tuple[str, str, int | None, Tensor]]:
-    """(name in a checkpoint, name in ``share.placed``, expert or None, view) of every tensor that is kept."""
+    """(name in a checkpoint, name in ``share.find_spans``, expert or None, view) of every kept tensor."""
     config, share = decoder.config, decoder.share
-    if share.embeds or (share.heads and config.tie_embeddings):
+    if share.has_embedding or (share.has_head and config.tie_embeddings):
         yield "model.embed_tokens.weight", "embed", None, decoder.embed
     for layer, block in zip(share.layers, decoder.blocks, strict=True):
         for name, role, weight in _list_vectors(block):
@@ -121,7 +121,7 @@ def _list_tensors(decoder: Decoder) -> Iterator[tuple[str, str, int | None, Tens
         yield f"{module}.weight", logical, None, linear.weight
         if linear.bias is not None:
             yield f"{module}.bias", f"{logical}.bias", None, linear.bias
-    if share.heads:
+    if share.has_head:
         yield "model.norm.weight", "norm", None, decoder.norm
         if not config.tie_embeddings:
             yield "lm_head.weight", "head", None, decoder.head
@@ -166,7 +166,7 @@ def _fuse_experts(
         modules = [hf_module(name, config.model_type) for name in logical]
         count, outputs, inputs = shapes[logical[0]]
         shape = (count, outputs * len(roles), inputs)
-        spans = placed(config, decoder.share, f"layers.{layer}.moe.{name}", shape)
+        spans = find_spans(config, decoder.share, f"layers.{layer}.moe.{name}", shape)
         ids = _list_experts(decoder, logical[0])
         covers = frozenset(f"{module.format(expert)}.weight" for module in modules for expert in ids)
         assert isinstance(view, Tensor)  # codes are made of a decoder that has been loaded

@@ -26,7 +26,7 @@ from ostinato.model.config import ModelConfig
 from ostinato.model.gemm import Gemm
 from ostinato.model.moe import ExpertLora
 from ostinato.model.shapes import STACKED, AdapterSpec, adapter_shapes, layer_shapes
-from ostinato.model.weights import Weight, keep_weight, kept
+from ostinato.model.weights import Weight, save_weight, saved_weight
 
 Product = Callable[..., Tensor]
 TORCH_GEMM = Gemm(nt=F.linear, nn=torch.mm)
@@ -106,7 +106,7 @@ class Adapters:
             self.spec, {name: (move(a), move(b)) for name, (a, b) in self.tensors.items()}, self.config
         )
 
-    def prepared(self, dtype: torch.dtype) -> Prepared:
+    def prepare(self, dtype: torch.dtype) -> Prepared:
         """The factors in the shape and dtype that a forward uses."""
         return Prepared(tuple(_prepare_layer(self, layer, dtype) for layer in range(self.config.num_layers)))
 
@@ -160,11 +160,11 @@ class Prepared:
 
     layers: tuple[LayerLora, ...]
 
-    def prepared(self, dtype: torch.dtype) -> Prepared:
+    def prepare(self, dtype: torch.dtype) -> Prepared:
         """Return itself, so that a forward takes ``Adapters`` and ``Prepared`` alike."""
         return self
 
-    def changed(self, change: Callable[[Tensor], Tensor]) -> Prepared:
+    def map_factors(self, change: Callable[[Tensor], Tensor]) -> Prepared:
         """The same adapters with every factor replaced by ``change(factor)``."""
 
         def apply(lora: Lora | ExpertLora | None) -> Any:
@@ -278,7 +278,7 @@ class Factors:
 
     def __init__(self, adapters: Adapters, dtype: torch.dtype) -> None:
         with torch.enable_grad():
-            prepared = adapters.prepared(torch.promote_types(dtype, torch.float32))
+            prepared = adapters.prepare(torch.promote_types(dtype, torch.float32))
         self._wide: list[Tensor] = []
         self._leaves: list[Tensor] = []
         self._sums: list[Tensor | None] = []
@@ -290,7 +290,7 @@ class Factors:
             self._sums.append(None)
             return leaf
 
-        self.prepared = prepared.changed(add_leaf)
+        self.prepared = prepared.map_factors(add_leaf)
 
     def add(self) -> None:
         for index, leaf in enumerate(self._leaves):
@@ -385,11 +385,11 @@ def _prepare_experts(
     down_a, down_b = pairs["experts.down"]
     scale = adapters.spec.scale_of(prefix + "experts.gate")
     if device.type == "cuda":
-        (a, b), (down_a, down_b) = padded(a, b), padded(down_a, down_b)
+        (a, b), (down_a, down_b) = pad_rank(a, b), pad_rank(down_a, down_b)
     return ExpertLora(a.to(dtype), b.to(dtype), down_a.to(dtype), down_b.to(dtype), scale)
 
 
-def padded(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+def pad_rank(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Pad A [..., r, in] and B [..., out, r] with zeros to a multiple of RANKS; the update stays the same."""
     num_zeros = -a.shape[-2] % RANKS
     return (F.pad(a, (0, 0, 0, num_zeros)), F.pad(b, (0, num_zeros))) if num_zeros else (a, b)
@@ -416,14 +416,14 @@ def narrow_linear(x: Tensor, weight: Weight, bias: Tensor | None, nt: Product, n
 class _NarrowLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, nt, nn):
-        keep_weight(ctx, weight)
+        save_weight(ctx, weight)
         ctx.nn = nn
         return nt(x, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        (weight,) = kept(ctx)
+        (weight,) = saved_weight(ctx)
         return ctx.nn(grad, weight) if ctx.needs_input_grad[0] else None, None, None, None, None
 
 
@@ -431,14 +431,14 @@ class _LoraLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, a, b, scale, gemm):
         low = gemm.thin(x, a) * scale
-        keep_weight(ctx, weight, x, low, a, b)
+        save_weight(ctx, weight, x, low, a, b)
         ctx.scale, ctx.nn = scale, gemm.nn
         return gemm.add(gemm.nt(x, weight, bias), low, b)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        x, low, a, b, weight = kept(ctx)
+        x, low, a, b, weight = saved_weight(ctx)
         needs_x, _, _, needs_a, needs_b, *_ = ctx.needs_input_grad
         grad_low = grad.mm(b) * ctx.scale if needs_x or needs_a else grad
         grad_x = ctx.nn(grad, weight).addmm_(grad_low, a) if needs_x else None

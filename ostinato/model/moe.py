@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from ostinato.model.config import MoEConfig, Scoring
 from ostinato.model.elementwise import silu_mul
 from ostinato.model.gemm import Gemm
-from ostinato.model.weights import Quantised, Weight, keep_weight, kept
+from ostinato.model.weights import Quantised, Weight, save_weight, saved_weight
 from ostinato.types import NO_EXPERT
 
 
@@ -39,20 +39,20 @@ class ExpertLora(NamedTuple):
 
 
 def route(
-    logits: Tensor, moe: MoEConfig, bias: Tensor | None = None, given: Tensor | None = None
+    logits: Tensor, moe: MoEConfig, bias: Tensor | None = None, routing: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Experts of every token, their mixture weights, and the model's own choice:
     (ids [T, K] int64, weights [T, K] fp32, native [T, K] int64).
 
     ``logits`` [T, E] fp32. ``bias`` [E] is DeepSeek-V3's correction, which acts on the choice only (arXiv
-    2412.19437 section 2.1.2). ``given`` [T, K] replays a choice (R3, arXiv 2510.11370); a row of NO_EXPERT
+    2412.19437 section 2.1.2). ``routing`` [T, K] replays a choice (R3, arXiv 2510.11370); a row of NO_EXPERT
     chooses natively. Without it, ids and native are one tensor.
     """
     scores = _sigmoid(logits) if moe.scoring == Scoring.SIGMOID else logits.softmax(dim=-1)
     ids = native = choose(scores.detach(), moe, bias)
-    if given is not None:
-        given = given.long()  # torch takes 255 in a byte for -1
-        ids = torch.where(given[:, :1] == NO_EXPERT, native, given)
+    if routing is not None:
+        routing = routing.long()  # torch takes 255 in a byte for -1
+        ids = torch.where(routing[:, :1] == NO_EXPERT, native, routing)
     weights = scores.gather(1, ids)
     if moe.norm_topk:
         # softmax scores of a replayed choice may all underflow; 1e-20 is lost beside any other sum
@@ -87,7 +87,7 @@ def _rank_scores(scores: Tensor, moe: MoEConfig, bias: Tensor | None) -> Tensor:
     return scores
 
 
-def margins(logits: Tensor, moe: MoEConfig, bias: Tensor | None = None) -> Tensor:
+def routing_margins(logits: Tensor, moe: MoEConfig, bias: Tensor | None = None) -> Tensor:
     """By how much the last chosen expert beats the first expert left out, [T] fp32 in units of the logits.
 
     With a correction bias it is the least that a logit has to move for a flip: four times the difference of
@@ -289,14 +289,14 @@ class _FrozenGrouped(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, ends, nt, nn):
-        keep_weight(ctx, weight, ends)
+        save_weight(ctx, weight, ends)
         ctx.nn = nn
         return _map_experts(x, ends, lambda rows, expert: nt(rows, weight[expert]))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        ends, weight = kept(ctx)
+        ends, weight = saved_weight(ctx)
         grad_x = _map_experts(grad, ends, lambda rows, expert: ctx.nn(rows, weight[expert]))
         return grad_x, None, None, None, None
 

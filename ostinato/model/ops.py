@@ -45,7 +45,7 @@ class Ops:
     rope: Callable[[Tensor, Tensor, Tensor], Tensor]  # (x [T, H, D], cos [T, D], sin [T, D]) -> [T, H, D]
     silu_mul: Callable[[Tensor], Tensor]  # gate_up [T, 2F] -> [T, F]
     add_lora: Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]  # (y, x, a, b, scale) -> y + update
-    route: Callable[..., tuple[Tensor, Tensor, Tensor]]  # (logits [T, E], moe, bias, given): see moe.route
+    route: Callable[..., tuple[Tensor, Tensor, Tensor]]  # (logits [T, E], moe, bias, routing): see moe.route
     experts: Callable[..., Tensor]  # (x [T, D], ids, weights [T, K], gate_up, down, lora): see moe.experts
     gemm: Gemm  # under autograd; ``linear`` is the product outside of it
     gelu_mul: Callable[[Tensor], Tensor] = gelu_mul  # the same with another gate

@@ -85,11 +85,11 @@ class PackedAttention:
         if window is not None and window < self.longest:
             if self._forward is not None:
                 raise ValueError(f"model.exact is true, but a layer sees {window} positions; set it to false")
-            return of_all_pairs(self.segments, q, k, v, scale, window)
+            return attend_all_pairs(self.segments, q, k, v, scale, window)
         return _Attention.apply(q, k, v, self.parts, scale, self._forward)  # type: ignore[return-value]
 
 
-def of_all_pairs(
+def attend_all_pairs(
     segments: tuple[Segment, ...],
     q: Tensor,
     k: Tensor,

@@ -47,7 +47,7 @@ FP4 = (
 )  # E2M1 by its code
 
 
-def unpacked(words: Tensor, bits: int, order: Sequence[int] | None = None) -> Tensor:
+def unpack_words(words: Tensor, bits: int, order: Sequence[int] | None = None) -> Tensor:
     """Unpack int32 [..., W] into unsigned codes [..., W * 32 / b] int32, the lowest bits first. ``order``:
     the place of each column in its word."""
     places = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
@@ -55,7 +55,7 @@ def unpacked(words: Tensor, bits: int, order: Sequence[int] | None = None) -> Te
     return (codes if order is None else codes[..., list(order)]).flatten(-2)
 
 
-def of_groups(codes: Tensor, zero: Tensor | int, scale: Tensor, group: Tensor | None = None) -> Tensor:
+def scale_groups(codes: Tensor, zero: Tensor | int, scale: Tensor, group: Tensor | None = None) -> Tensor:
     """(codes [N, K] - zero [N, G]) * scale [N, G], fp32. ``group`` [K]: the group of each input; None: G
     equal runs."""
     runs = torch.arange(codes.shape[1], device=codes.device) // -(-codes.shape[1] // scale.shape[1])
@@ -104,30 +104,30 @@ def fp4(codes: Tensor) -> Tensor:
     return torch.stack((table[(codes & 15).long()], table[(codes >> 4).long()]), dim=-1).flatten(-2)
 
 
-def packed(parts: Parts, form: Quantisation) -> Tensor:
+def widen_packed(parts: Parts, form: Quantisation) -> Tensor:
     """Widen ``pack-quantized`` of compressed-tensors: signed codes in words along K, zeros in words along
     N."""
     half = 1 << (form.bits - 1)
-    codes = unpacked(parts[".weight_packed"], form.bits) - half
+    codes = unpack_words(parts[".weight_packed"], form.bits) - half
     zero: Tensor | int = 0
     if (words := parts.get(".weight_zero_point")) is not None:
-        zero = unpacked(words.T, form.bits).T[: len(codes)] - half
-    return of_groups(codes, zero, parts[".weight_scale"], parts.get(".weight_g_idx"))
+        zero = unpack_words(words.T, form.bits).T[: len(codes)] - half
+    return scale_groups(codes, zero, parts[".weight_scale"], parts.get(".weight_g_idx"))
 
 
 def gptq(parts: Parts, form: Quantisation) -> Tensor:
     """Widen GPTQ as AutoGPTQ and GPTQModel write it: words along K, [K b / 32, N]; zeros [G, N b / 32], less
     1 in their first format."""
-    codes = unpacked(parts[".qweight"].T, form.bits)
-    zero = unpacked(parts[".qzeros"], form.bits) + form.zero_shift
-    return of_groups(codes, zero.T, parts[".scales"].T, parts.get(".g_idx"))
+    codes = unpack_words(parts[".qweight"].T, form.bits)
+    zero = unpack_words(parts[".qzeros"], form.bits) + form.zero_shift
+    return scale_groups(codes, zero.T, parts[".scales"].T, parts.get(".g_idx"))
 
 
 def awq(parts: Parts, form: Quantisation) -> Tensor:
     """Widen AWQ as AutoAWQ writes it for its GEMM: words along N, [K, N / 8], columns in AWQ_ORDER."""
-    codes = unpacked(parts[".qweight"], form.bits, AWQ_ORDER)
-    zero = unpacked(parts[".qzeros"], form.bits, AWQ_ORDER)
-    return of_groups(codes.T, zero.T, parts[".scales"].T)
+    codes = unpack_words(parts[".qweight"], form.bits, AWQ_ORDER)
+    zero = unpack_words(parts[".qzeros"], form.bits, AWQ_ORDER)
+    return scale_groups(codes.T, zero.T, parts[".scales"].T)
 
 
 def mxfp4(parts: Parts, form: Quantisation) -> Tensor:
@@ -186,7 +186,7 @@ FORMS = {
         (".weight_scale",),
         (".weight_shape", ".weight_zero_point", ".weight_g_idx"),
         lambda of, form: (of(".weight_packed")[0], _count_codes(of(".weight_packed")[1], form)),
-        packed,
+        widen_packed,
     ),
     "gptq": Form(
         ".weight",
@@ -235,34 +235,34 @@ class Weights:
         if form is not None:  # scales of keys and values occur beside plain weights, too
             self._part_names |= {name for name in self._paths if name.endswith(form.may)}
         self._part_names -= self._weight_names.keys()
-        self.files = {path: list(self.whole(names)) for path, names in names_by_path.items()}
+        self.files = {path: list(self.weight_names(names)) for path, names in names_by_path.items()}
 
-    def whole(self, names: Iterable[str]) -> Iterator[str]:
+    def weight_names(self, names: Iterable[str]) -> Iterator[str]:
         """Replace names of tensors in a file by the names of weights; leave out all parts but the main
         part."""
         return (self._weight_names.get(name, name) for name in names if name not in self._part_names)
 
     @contextmanager
-    def opened(self, path: Path) -> Iterator[Tensors]:
+    def open_file(self, path: Path) -> Iterator[Tensors]:
         """Open one of ``files``."""
-        with opened(path) as file:
+        with open_tensors(path) as file:
             yield Tensors(file, self)
 
-    def each(self, path: Path) -> Iterator[tuple[str, Tensors]]:
+    def iterate(self, path: Path) -> Iterator[tuple[str, Tensors]]:
         """The names in one of ``files``, each with the open file. The file is opened anew every AT_ONCE
         names, because the pages read of a mapped file count as memory of this process until it is closed."""
-        with self.opened(path) as file:
+        with self.open_file(path) as file:
             names = file.keys()
         step = max(1, len(names)) if path.suffix == ".bin" else AT_ONCE  # a pickle is read as a whole
         for start in range(0, len(names), step):
-            with self.opened(path) as file:
+            with self.open_file(path) as file:
                 for name in names[start : start + step]:
                     yield name, file
 
     def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """All weights with their names, cast to ``dtype``; integers stay integers."""
         for path in self.files:
-            for name, file in self.each(path):
+            for name, file in self.iterate(path):
                 tensor = file.get_tensor(name)
                 if tensor.is_floating_point() and tensor.element_size() < 2:
                     raise ValueError(f"{name} in {path} is {tensor.dtype} without scales")
@@ -282,7 +282,7 @@ class Tensors:
         self._file, self._weights = file, weights
 
     def keys(self) -> list[str]:
-        return list(self._weights.whole(self._file.keys()))
+        return list(self._weights.weight_names(self._file.keys()))
 
     def get_slice(self, name: str) -> Any:
         return self._weights.quantised(name) or self._file.get_slice(name)
@@ -311,7 +311,7 @@ class Widened:
         """The weight in fp32. Raises ValueError for parts that do not fit each other."""
         tensors = {}
         for end, (path, part) in self.parts.items():
-            with opened(path) as file:
+            with open_tensors(path) as file:
                 tensors[end] = file.get_tensor(part)
         try:
             return FORMS[self.form.method].widen(tensors, self.form)
@@ -322,7 +322,7 @@ class Widened:
 
     def _read_shape(self, end: str) -> list[int]:
         path, part = self.parts[end]
-        with opened(path) as file:
+        with open_tensors(path) as file:
             return file.get_slice(part).get_shape()
 
 
@@ -341,12 +341,12 @@ def _find_quantised(names: Iterable[str], form: Form) -> Iterator[tuple[str, dic
 
 def names_in(path: Path) -> list[str]:
     """The names of all tensors of a file."""
-    with opened(path) as file:
+    with open_tensors(path) as file:
         return list(file.keys())
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[Any]:
+def open_tensors(path: Path) -> Iterator[Any]:
     """Open a file of tensors, without widening them."""
     if path.suffix == ".bin":
         try:

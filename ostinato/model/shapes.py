@@ -112,7 +112,7 @@ def layer_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
         add_ffn("mlp", config.intermediate_size)
         return shapes
     shapes["router"] = (moe.num_experts, hidden)
-    add_ffn("experts", moe.intermediate_size, moe.here)
+    add_ffn("experts", moe.intermediate_size, moe.num_local)
     if moe.shared_intermediate_size:
         add_ffn("shared", moe.shared_intermediate_size)
     return shapes

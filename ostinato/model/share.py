@@ -1,6 +1,6 @@
 """The part of a model that one rank keeps, and where that part lies in the whole.
 
-Everything about sharding follows from ``placed``: the parts of a checkpoint that are read, the cuts of an
+Everything about sharding follows from ``find_spans``: the parts of a checkpoint that are read, the cuts of an
 adapter's factors, the assembly of shards for a checkpoint or a publish, and the counts of a planner.
 Names and shapes of the whole are those of ``lora.linear_shapes`` and of the decoder's parameters; a rank's
 own shapes are those of ``local_config``. No torch here: a planner imports it.
@@ -54,8 +54,8 @@ class Share:
     """
 
     layers: tuple[int, ...]
-    embeds: bool = True  # keeps the embedding: its layers are the first
-    heads: bool = True  # keeps the final norm and the head: its layers are the last
+    has_embedding: bool = True  # keeps the embedding: its layers are the first
+    has_head: bool = True  # keeps the final norm and the head: its layers are the last
     tensor: int = 1
     tensor_rank: int = 0
     experts: tuple[tuple[int, ...], ...] | None = None
@@ -63,7 +63,7 @@ class Share:
     expert_tensor_rank: int = 0
 
     @property
-    def whole(self) -> bool:
+    def is_whole(self) -> bool:
         """Whether everything of its layers is here."""
         return self.tensor == 1 and self.expert_tensor == 1 and self.experts is None
 
@@ -79,7 +79,7 @@ def local_config(config: ModelConfig, share: Share) -> ModelConfig:
     if moe is not None:
         moe = replace(
             moe,
-            kept=None if share.experts is None else len(share.experts[0]),
+            num_kept=None if share.experts is None else len(share.experts[0]),
             intermediate_size=moe.intermediate_size // share.expert_tensor,
             shared_intermediate_size=moe.shared_intermediate_size // tensor_ranks,
         )
@@ -93,7 +93,7 @@ def local_config(config: ModelConfig, share: Share) -> ModelConfig:
     )
 
 
-def placed(config: ModelConfig, share: Share, name: str, shape: Sequence[int]) -> tuple[Spans, ...]:
+def find_spans(config: ModelConfig, share: Share, name: str, shape: Sequence[int]) -> tuple[Spans, ...]:
     """For each dimension of a tensor of the whole model, the indices that the share keeps, in its order.
 
     ``name``: of a logical map ("layers.3.attn.q"), of its bias (with ".bias"), of an adapter's factor
@@ -125,7 +125,7 @@ def placed(config: ModelConfig, share: Share, name: str, shape: Sequence[int]) -
 
 
 def is_cut(share: Share, name: str, shape: Sequence[int]) -> bool:
-    """Whether the share keeps a part of this tensor that other tensor ranks do not keep (see ``placed``)."""
+    """Whether the share keeps a part of this tensor that other tensor ranks do not (see ``find_spans``)."""
     if name in ("embed", "head"):
         return share.tensor > 1
     if not name.startswith("layers."):

@@ -25,7 +25,7 @@ _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", to
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
-class Shaped(NamedTuple):
+class TensorShape(NamedTuple):
     """Dtype and shape of a tensor that is to be written."""
 
     dtype: torch.dtype
@@ -42,7 +42,7 @@ class Layout:
 
     header: bytes
     starts: Mapping[str, int]  # in the order of the file
-    tensors: Mapping[str, Shaped]
+    tensors: Mapping[str, TensorShape]
     size: int  # bytes
 
     def views(self, buffer: Any) -> dict[str, Tensor]:
@@ -50,11 +50,11 @@ class Layout:
         return {name: _view(buffer, self.tensors[name], start) for name, start in self.starts.items()}
 
 
-def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, Shaped]:
-    return {name: Shaped(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorShape]:
+    return {name: TensorShape(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
-def layout(tensors: Mapping[str, Shaped], metadata: Mapping[str, str]) -> Layout:
+def layout(tensors: Mapping[str, TensorShape], metadata: Mapping[str, str]) -> Layout:
     """Compute the layout, the same for the same content. Raises ValueError for a dtype other than fp32, bf16,
     fp16 and int8."""
     for name, (dtype, _) in tensors.items():
@@ -90,28 +90,28 @@ def read(buffer: Any) -> tuple[dict[str, str], dict[str, Tensor]]:
 
 
 def _view_entry(buffer: Any, entry: Mapping[str, Any], start: int, size: int) -> Tensor:
-    tensor = Shaped(_DTYPES[entry["dtype"]], tuple(entry["shape"]))
+    tensor = TensorShape(_DTYPES[entry["dtype"]], tuple(entry["shape"]))
     begin, end = entry["data_offsets"]
     if begin < 0 or end - begin != tensor.nbytes or start + end > size:
         raise ValueError(f"a tensor of {tensor.nbytes} bytes from {begin} to {end} of {size - start}")
     return _view(buffer, tensor, start + begin)
 
 
-def _view(buffer: Any, tensor: Shaped, start: int) -> Tensor:
+def _view(buffer: Any, tensor: TensorShape, start: int) -> Tensor:
     if not tensor.nbytes:
         return torch.empty(tensor.shape, dtype=tensor.dtype)
     count = tensor.nbytes // tensor.dtype.itemsize
     return torch.frombuffer(buffer, dtype=tensor.dtype, count=count, offset=start).view(tensor.shape)
 
 
-def raw(tensor: Tensor) -> memoryview:
+def raw_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a tensor, not copied if it is contiguous on the CPU."""
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
 
 
-def joined(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
+def file_parts(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
     """The parts of the file in order, not copied: for ``b"".join`` or successive writes."""
     plan = layout(shapes_of(tensors), metadata)
     yield plan.header
     for name in plan.starts:
-        yield raw(tensors[name])
+        yield raw_bytes(tensors[name])

@@ -91,14 +91,14 @@ class Quantised:
 Weight = Tensor | Quantised
 
 
-def keep_weight(ctx: Any, weight: Weight, *tensors: Tensor) -> None:
+def save_weight(ctx: Any, weight: Weight, *tensors: Tensor) -> None:
     """Save ``tensors`` and, after them, a frozen weight for the backward of an autograd function."""
     ctx.coded = weight if isinstance(weight, Quantised) else None
     ctx.save_for_backward(*tensors, *(() if isinstance(weight, Quantised) else (weight,)))
 
 
-def kept(ctx: Any) -> tuple[Any, ...]:
-    """Return what ``keep_weight`` saved: the tensors, then the weight. Call it once per backward, as
+def saved_weight(ctx: Any) -> tuple[Any, ...]:
+    """Return what ``save_weight`` saved: the tensors, then the weight. Call it once per backward, as
     checkpointing requires."""
     return ctx.saved_tensors if ctx.coded is None else (*ctx.saved_tensors, ctx.coded)
 
@@ -195,8 +195,8 @@ def new_block(c: ModelConfig, new: New, layer: int, next_norm: Tensor | None) ->
             correction_bias=new(f"{name}.moe.correction_bias", moe.num_experts, dtype=torch.float32)
             if moe.correction_bias
             else None,
-            gate_up=new(f"{name}.moe.gate_up", moe.here, 2 * moe.intermediate_size, c.hidden_size),
-            down=new(f"{name}.moe.down", moe.here, c.hidden_size, moe.intermediate_size),
+            gate_up=new(f"{name}.moe.gate_up", moe.num_local, 2 * moe.intermediate_size, c.hidden_size),
+            down=new(f"{name}.moe.down", moe.num_local, c.hidden_size, moe.intermediate_size),
             shared=_new_mlp(new, f"{name}.shared", c.hidden_size, shared_size, False)
             if shared_size
             else None,

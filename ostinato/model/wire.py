@@ -27,7 +27,7 @@ from ostinato.model.config import ModelConfig
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters
 from ostinato.model.shapes import AdapterSpec, adapter_shapes
-from ostinato.model.tensor_file import joined, raw, read
+from ostinato.model.tensor_file import file_parts, raw_bytes, read
 from ostinato.run import atomic_write
 
 _METADATA = {"ostinato": json.dumps({"kind": "weights", "about": {}})}
@@ -106,7 +106,7 @@ def pack_weights(decoder: Decoder, path: Path) -> None:
     """
     weights = _list_weights(decoder)
     _check_finite(weights, "weight")
-    parts = joined(weights, _METADATA)
+    parts = file_parts(weights, _METADATA)
 
     def write(temporary: Path) -> None:
         with temporary.open("wb", buffering=0) as file:
@@ -192,7 +192,7 @@ def _compute_digest(about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> 
     root = blake2b(json.dumps([about, rows], sort_keys=True).encode(), digest_size=8)
     with ThreadPoolExecutor() as pool:  # starts no thread before it has work
         for name in names:
-            content = raw(tensors[name])
+            content = raw_bytes(tensors[name])
             pieces = [content[start : start + _LEAF] for start in range(0, len(content), _LEAF)]
             run = pool.map if len(pieces) > 1 else map  # hashing releases the GIL
             for leaf in run(_hash_leaf, pieces):

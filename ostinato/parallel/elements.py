@@ -1,7 +1,7 @@
 """Numbers of values that one rank keeps of weights, adapters and their prepared copies, by stage, and of
 trained values by the ranks over which their gradients are summed.
 
-All of it comes from ``model.share.placed``, the function by which shards are loaded, trained and saved; a
+All of it comes from ``model.share.find_spans``, the function by which shards are loaded, trained and saved; a
 layer is counted once for all layers of its kind, since every one of them is cut alike.
 """
 
@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from ostinato.model.config import ModelConfig, QKNorm
 from ostinato.model.shapes import STACKED, AdapterSpec, adapter_shapes, layer_shapes
-from ostinato.model.share import Share, local_config, placed, size_of
+from ostinato.model.share import Share, find_spans, local_config, size_of
 from ostinato.parallel.layout import Layout
 from ostinato.parallel.shares import summed_over
 
@@ -154,10 +154,10 @@ def _count_layer(
         if name in linears:
             kind = "experts" if len(shape) == 3 else "routers" if name == "router" else "matrices"
         kind = "untrained" if name == "moe.correction_bias" else kind
-        counts[kind] += size_of(placed(config, share, prefix + name, shape))
+        counts[kind] += size_of(find_spans(config, share, prefix + name, shape))
     if adapter is not None:
         sizes = {
-            name.removeprefix(prefix): size_of(placed(config, share, name, shape))
+            name.removeprefix(prefix): size_of(find_spans(config, share, name, shape))
             for name, shape in _trained(config, adapter, layer)
         }
         counts["adapters"] = sum(sizes.values())
@@ -188,7 +188,7 @@ def _list_factors(config: ModelConfig, adapter: AdapterSpec) -> dict[str, tuple[
 def _copies(
     config: ModelConfig, adapter: AdapterSpec, share: Share, layer: int, sizes: dict[str, int]
 ) -> int:
-    """Number of values of ``Adapters.prepared`` for one layer, as ``lora._stack`` makes them: the A of a
+    """Number of values of ``Adapters.prepare`` for one layer, as ``lora._stack`` makes them: the A of a
     stored matrix above each other, its B block-diagonal over all outputs, adapted or not."""
     shapes = layer_shapes(local_config(config, share), layer)
     slots = [members for members in STACKED.values() if members[0] in shapes or members[-1] in shapes]
@@ -245,5 +245,5 @@ def _count_layer_sums(
     for name, shape in _trained(config, adapter, layer):
         num_pieces = shard if len(shape) == 2 else 1
         axes = summed_over(name, shape, share, in_pieces=num_pieces > 1)
-        sums[axes] += -(-size_of(placed(config, share, name, shape)) // num_pieces)
+        sums[axes] += -(-size_of(find_spans(config, share, name, shape)) // num_pieces)
     return sums

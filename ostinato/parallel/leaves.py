@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ostinato.model.config import ModelConfig
-from ostinato.model.share import placed, size_of
+from ostinato.model.share import find_spans, size_of
 from ostinato.parallel.collectives import Collectives, Mesh
 from ostinato.parallel.fsdp import Pieces
 from ostinato.parallel.pieces import cut, put
@@ -104,7 +104,7 @@ class ShardedLeaves:
         if not whole.ndim:
             return whole
         share = next(share for share in self._shares[self._mesh.rank] if keeps(self._config, share, name))
-        part = cut(whole, placed(self._config, share, name, whole.shape))
+        part = cut(whole, find_spans(self._config, share, name, whole.shape))
         leaf = self.named[name]
         if not self._is_in_pieces(leaf):
             return part

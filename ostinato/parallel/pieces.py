@@ -1,4 +1,4 @@
-"""Cutting of whole tensors into the parts that a rank keeps, and back, by ``model.share.placed`` alone."""
+"""Cutting of whole tensors into the parts that a rank keeps, and back, by ``share.find_spans`` alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ostinato.model.config import ModelConfig
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters
 from ostinato.model.shapes import AdapterSpec, adapter_shapes
-from ostinato.model.share import Share, Spans, blocks, local_config, placed
+from ostinato.model.share import Share, Spans, blocks, find_spans, local_config
 
 
 def cut(whole: Tensor, spans: Sequence[Spans]) -> Tensor:
@@ -48,7 +48,7 @@ def own_adapters(
     for name, shapes in adapter_shapes(config, spec).items():
         if int(name.split(".")[1]) in layers:
             a, b = (
-                cut(whole[f"{name}.{part}"], placed(config, share, f"{name}.{part}", shape))
+                cut(whole[f"{name}.{part}"], find_spans(config, share, f"{name}.{part}", shape))
                 for part, shape in zip("AB", shapes, strict=True)
             )
             tensors[name] = (a.requires_grad_(), b.requires_grad_())
@@ -65,9 +65,9 @@ def fresh_adapters(
     for name, (a_shape, b_shape) in adapter_shapes(config, spec).items():
         a = (torch.rand(a_shape, generator=generator) * 2 - 1) / math.sqrt(a_shape[-1])
         if int(name.split(".")[1]) in layers:
-            b_spans = placed(config, share, f"{name}.B", b_shape)
+            b_spans = find_spans(config, share, f"{name}.B", b_shape)
             b = torch.zeros([sum(len(span) for span in spans) for spans in b_spans])
-            a = cut(a, placed(config, share, f"{name}.A", a_shape))
+            a = cut(a, find_spans(config, share, f"{name}.A", a_shape))
             tensors[name] = (a.requires_grad_(), b.requires_grad_())
     return Adapters(spec, tensors, local_config(config, share))
 
@@ -82,6 +82,6 @@ def own_decoders(whole: Decoder, shares: Sequence[Share]) -> list[Decoder]:
             whole.config, dtype=whole.dtype, device=whole.device, fp32_head=whole.fp32_head, share=share
         )
         for name, parameter in part.named_parameters():
-            parameter.copy_(cut(weights[name], placed(whole.config, share, name, weights[name].shape)))
+            parameter.copy_(cut(weights[name], find_spans(whole.config, share, name, weights[name].shape)))
         decoders.append(part)
     return decoders

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ostinato.model.config import ModelConfig
-from ostinato.model.share import Share, Spans, is_cut, is_expert, placed
+from ostinato.model.share import Share, Spans, find_spans, is_cut, is_expert
 from ostinato.parallel.layout import Layout
 
 Placement = Sequence[Sequence[Sequence[int]]]  # by MoE layer, by expert rank: the ids that it keeps
@@ -27,8 +27,8 @@ def shares_of(
     return tuple(
         Share(
             layers=tuple(spans[chunk]),
-            embeds=chunk == 0,
-            heads=chunk == layout.chunks - 1,
+            has_embedding=chunk == 0,
+            has_head=chunk == layout.chunks - 1,
             tensor=layout.tensor,
             tensor_rank=coords.tensor,
             experts=_kept(layout, config, rank, placement),
@@ -65,7 +65,7 @@ class OwnedPart:
     """A part of a tensor, and the first rank that has it."""
 
     rank: int
-    spans: tuple[Spans, ...]  # which part: ``share.placed``
+    spans: tuple[Spans, ...]  # which part: ``share.find_spans``
 
 
 def owned_parts(
@@ -77,7 +77,7 @@ def owned_parts(
     for rank, chunks in enumerate(shares):
         for share in chunks:
             if keeps(config, share, name):
-                spans = placed(config, share, name, shape)
+                spans = find_spans(config, share, name, shape)
                 part_by_spans.setdefault(spans, OwnedPart(rank, spans))
     return list(part_by_spans.values())
 
@@ -85,9 +85,9 @@ def owned_parts(
 def keeps(config: ModelConfig, share: Share, name: str) -> bool:
     """Whether a share has any part of the tensor ``name`` of the model."""
     if name == "embed":
-        return share.embeds or (share.heads and config.tie_embeddings)
+        return share.has_embedding or (share.has_head and config.tie_embeddings)
     if name in ("norm", "head"):
-        return share.heads
+        return share.has_head
     return int(name.split(".")[1]) in share.layers
 
 

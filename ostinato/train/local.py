@@ -63,7 +63,7 @@ class LocalPasses:
         """See ``Passes.score``."""
         adapters = self._reference if options.reference else self._adapters
         with torch.set_grad_enabled(options.as_trained):
-            prepared = adapters.prepared(self._decoder.dtype) if adapters else None
+            prepared = adapters.prepare(self._decoder.dtype) if adapters else None
 
         def work(part: Inputs) -> Scores:
             return self._scored(part, options, prepared)

@@ -21,7 +21,7 @@ from ostinato.model.base import Base
 from ostinato.model.config import MoEConfig
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters
-from ostinato.model.moe import margins
+from ostinato.model.moe import routing_margins
 from ostinato.model.ops import TORCH_OPS, Ops
 from ostinato.train.gate import row_counts
 from ostinato.train.inputs import Inputs
@@ -118,10 +118,10 @@ def watching(ops: Ops, into: list[Tensor]) -> Ops:
     """``ops`` whose ``route`` also appends the margins [T] of every MoE layer in the pass to ``into``."""
 
     def route(
-        logits: Tensor, moe: MoEConfig, bias: Tensor | None = None, given: Tensor | None = None
+        logits: Tensor, moe: MoEConfig, bias: Tensor | None = None, routing: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        into.append(margins(logits.detach(), moe, bias))
-        return ops.route(logits, moe, bias, given)
+        into.append(routing_margins(logits.detach(), moe, bias))
+        return ops.route(logits, moe, bias, routing)
 
     return replace(ops, route=route)
 

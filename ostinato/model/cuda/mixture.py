@@ -35,18 +35,18 @@ COLUMNS = 1024  # of a program of the weighted sum
 
 
 def route(
-    logits: Tensor, moe: MoEConfig, bias: Tensor | None = None, given: Tensor | None = None
+    logits: Tensor, moe: MoEConfig, bias: Tensor | None = None, routing: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute ``moe.route`` in a single launch; of equal scores the expert with the smaller id wins."""
     if moe.num_groups > 1 or torch.is_grad_enabled() or logits.dtype != torch.float32:
-        return twin.route(logits, moe, bias, given)
+        return twin.route(logits, moe, bias, routing)
     ids = torch.empty(len(logits), moe.top_k, dtype=torch.int64, device=logits.device)
     weights = torch.empty(len(logits), moe.top_k, dtype=torch.float32, device=logits.device)
-    native = ids if given is None else torch.empty_like(ids)
-    replayed = ids if given is None else given.long().contiguous()
+    native = ids if routing is None else torch.empty_like(ids)
+    replayed = ids if routing is None else routing.long().contiguous()
     if len(logits):
         _route_kernel[(len(logits),)](
-            logits, logits if bias is None else bias, replayed, ids, native, weights, given is not None,
+            logits, logits if bias is None else bias, replayed, ids, native, weights, routing is not None,
             logits.stride(0), moe.num_experts, moe.top_k, moe.scaling,
             SIGMOID=moe.scoring == Scoring.SIGMOID, BIAS=bias is not None,
             RENORMALISE=moe.norm_topk, E=triton.next_power_of_2(moe.num_experts),
@@ -57,7 +57,7 @@ def route(
 
 @triton.jit(do_not_specialize=["is_given"])
 def _route_kernel(
-    logits, bias, given, ids, native, weights, is_given, stride, num_experts, top_k, scaling,
+    logits, bias, routing, ids, native, weights, is_given, stride, num_experts, top_k, scaling,
     SIGMOID: tl.constexpr, BIAS: tl.constexpr, RENORMALISE: tl.constexpr, E: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -77,7 +77,7 @@ def _route_kernel(
     expert_weights = tl.zeros([K], tl.float32)
     for k in range(top_k):
         best = tl.min(tl.where(ranking == tl.max(ranking), expert, E))
-        replayed = tl.load(given + row * top_k + k, mask=is_given != 0, other=-1).to(tl.int32)
+        replayed = tl.load(routing + row * top_k + k, mask=is_given != 0, other=-1).to(tl.int32)
         expert_id = tl.where(replayed >= 0, replayed, best)
         tl.store(native + row * top_k + k, best.to(tl.int64))
         tl.store(ids + row * top_k + k, expert_id.to(tl.int64))

@@ -25,7 +25,7 @@ from ostinato.model.moe import experts as torch_experts
 from ostinato.model.native.blocks import BlockAttention
 from ostinato.model.native.build import BuildError, load_library
 from ostinato.model.native.experts import native_experts, native_route
-from ostinato.model.native.fused import FusedStep, supported
+from ostinato.model.native.fused import FusedStep, is_supported
 from ostinato.model.native.matrix import matrix
 from ostinato.model.ops import TORCH_OPS, Ops
 from ostinato.model.ops import linear as torch_linear
@@ -124,7 +124,7 @@ def _make_fused(
     functions: dict[str, Callable[..., Any]], linear: Callable[..., Tensor]
 ) -> Callable[[Decoder, Sequence[Prepared | None]], FusedStep | None]:
     def make_step(decoder: Decoder, policies: Sequence[Prepared | None]) -> FusedStep | None:
-        return FusedStep(functions, linear, decoder, policies) if supported(decoder) else None
+        return FusedStep(functions, linear, decoder, policies) if is_supported(decoder) else None
 
     return make_step
 

@@ -76,21 +76,21 @@ def native_route(functions: Mapping[str, Kernel]) -> Callable[..., tuple[Tensor,
     """Make ``Ops.route``: native for softmax, torch's for other routers."""
 
     def route(
-        logits: Tensor, moe: MoEConfig, bias: Tensor | None = None, given: Tensor | None = None
+        logits: Tensor, moe: MoEConfig, bias: Tensor | None = None, routing: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         is_native = moe.scoring == Scoring.SOFTMAX and moe.num_groups == 1 and bias is None
         if not is_native:
-            return torch_route(logits, moe, bias, given)
+            return torch_route(logits, moe, bias, routing)
         logits = logits.contiguous()
         rows, experts = logits.shape
         ids = torch.empty(rows, moe.top_k, dtype=torch.int32)
         weights = torch.empty(rows, moe.top_k)
         pointers = ids.data_ptr(), weights.data_ptr(), rows, experts, moe.top_k, moe.norm_topk, moe.scaling
         functions["route_rows"](logits.data_ptr(), None, *pointers)
-        if given is None:
+        if routing is None:
             return ids, weights, ids
         native = ids.clone()
-        replayed = torch.where(given[:, :1].int() == NO_EXPERT, native, given.int())
+        replayed = torch.where(routing[:, :1].int() == NO_EXPERT, native, routing.int())
         functions["route_rows"](logits.data_ptr(), replayed.data_ptr(), *pointers)
         return ids, weights, native
 

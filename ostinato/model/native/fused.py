@@ -304,7 +304,7 @@ _READ = {
 }
 
 
-def reads(value: Any, of: type) -> bool:
+def has_only_read_fields(value: Any, of: type) -> bool:
     """Whether all fields of ``value`` that the step does not read are at their defaults; ``of``: its type, a
     key of ``_READ``."""
     names = frozenset(_READ[of].split())
@@ -313,15 +313,15 @@ def reads(value: Any, of: type) -> bool:
     )
 
 
-def supported(decoder: Decoder) -> bool:
+def is_supported(decoder: Decoder) -> bool:
     """Whether ``FusedStep`` computes this decoder."""
     config = decoder.config
     return (
         decoder.device.type == "cpu"
         and decoder.dtype in _SUFFIX
-        and reads(config, ModelConfig)
-        and (config.moe is None or reads(config.moe, MoEConfig))
-        and all(reads(block, Block) for block in decoder.blocks)
+        and has_only_read_fields(config, ModelConfig)
+        and (config.moe is None or has_only_read_fields(config.moe, MoEConfig))
+        and all(has_only_read_fields(block, Block) for block in decoder.blocks)
         and decoder.inv_freq.shape[0] * 2 == config.head_dim
         and all(parameter.is_contiguous() for parameter in decoder.parameters())
     )

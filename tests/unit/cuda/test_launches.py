@@ -65,7 +65,7 @@ def launched(raw: dict[str, Any], layers: int, adapted: bool) -> Launches:
     store = KVStore.allocate(layers, 16, decoder.kv_shape, decoder.dtype, device, by_position=True)
     where = places([20, 3, 41], [1, 1, 1])
     attend = TritonPaged(store, where.on(device))
-    prepared = adapters_of(decoder).prepared(decoder.dtype) if adapted else None
+    prepared = adapters_of(decoder).prepare(decoder.dtype) if adapted else None
     ids = torch.from_numpy(where.seen.astype(np.int64))
     with torch.inference_mode(), Launches() as launches:
         decoder.forward(ids, ids - 1, attend, adapters=prepared, ops=CUDA_OPS)
@@ -131,7 +131,7 @@ def anew(ours: Runner) -> Runner:
         ours._stack = Stack(ours.decoder.config, ours.decoder.dtype)
         for served in ours._policies.values():
             if served.adapters is not None:
-                served.prepared = served.adapters.prepared(ours.decoder.dtype)
+                served.prepared = served.adapters.prepare(ours.decoder.dtype)
         return forward(*args)
 
     ours.forward = fresh  # type: ignore[method-assign]

@@ -111,7 +111,7 @@ def test_policies_of_any_ranks_targets_and_schemes_are_stacked(dense: bool) -> N
     whole = stack_adapters([each[0], None, each[1]], decoder.config, torch.float32)
     for layer, ours in enumerate(whole.layers):
         for place, adapters in ((0, each[0]), (1, None), (2, each[1])):
-            own = None if adapters is None else adapters.prepared(torch.float32).layers[layer]
+            own = None if adapters is None else adapters.prepare(torch.float32).layers[layer]
             for name in ("qkv", "o", "router"):
                 stack, lora = getattr(ours, name), own and getattr(own, name)
                 if stack is None:

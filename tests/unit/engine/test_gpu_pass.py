@@ -38,7 +38,7 @@ def test_a_pass_reads_nothing_back(counts: tuple[int, ...]) -> None:
     tables = np.arange(len(counts) * 4, dtype=np.int32).reshape(-1, 4)
     slots = tables[owners, (seen - 1) // 16].astype(np.int64) * 16 + (seen - 1) % 16
     rows = Rows(*map(torch.from_numpy, (slots, tables, owners, seen)), owners=owners, seen=seen)
-    prepared = adapters_of(decoder).prepared(decoder.dtype)
+    prepared = adapters_of(decoder).prepare(decoder.dtype)
     ids = torch.from_numpy(seen.astype(np.int64))
     with torch.inference_mode(), Operators() as operators:
         hidden, _ = decoder.forward(ids, ids - 1, GpuPaged(store, rows), adapters=prepared)

@@ -127,7 +127,7 @@ def test_training_forward_is_the_sampling_forward(family: str) -> None:
     decoder = tiny(family)
     adapters = adapters_of(decoder)
     with torch.no_grad():
-        sampled, _ = decoder(TOKENS, POSITIONS, CausalAttention(), adapters=adapters.prepared(torch.float32))
+        sampled, _ = decoder(TOKENS, POSITIONS, CausalAttention(), adapters=adapters.prepare(torch.float32))
     trained, _ = decoder(TOKENS, POSITIONS, CausalAttention(), adapters=adapters)
     assert trained.requires_grad
     assert torch.equal(sampled, trained)

@@ -89,8 +89,8 @@ def test_stacked_maps_with_gaps() -> None:
     with torch.no_grad():
         for _, b in adapters.tensors.values():
             b.normal_()
-    lora = adapters.prepared(torch.float32).layers[1].qkv
+    lora = adapters.prepare(torch.float32).layers[1].qkv
     assert lora is not None and lora.a.shape == (4, 32) and lora.b.shape == (32 + 16 + 16, 4)
     (qa, qb), (va, vb) = adapters.tensors["layers.1.attn.q"], adapters.tensors["layers.1.attn.v"]
     torch.testing.assert_close(lora.b @ lora.a, torch.cat((qb @ qa, torch.zeros(16, 32), vb @ va)))
-    assert adapters.prepared(torch.float32).layers[1].gate_up is None
+    assert adapters.prepare(torch.float32).layers[1].gate_up is None

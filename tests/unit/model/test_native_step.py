@@ -19,7 +19,7 @@ from ostinato.model.config import _DEFAULTS, ModelConfig, parse_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Prepared
 from ostinato.model.native import FusedStep, Kernels
-from ostinato.model.native.fused import reads
+from ostinato.model.native.fused import has_only_read_fields
 from ostinato.model.quantise import Weights, quantise
 from ostinato.model.shapes import ROLES, ExpertScheme
 
@@ -84,19 +84,21 @@ def model(
 
 def adapters(decoder: Decoder, scheme: ExpertScheme, targets: tuple[str, ...], rank: int) -> Prepared:
     found = adapters_of(decoder, 1, 0.3, rank=rank, targets=targets, expert_scheme=scheme)
-    return found.detach_copy().prepared(decoder.dtype)
+    return found.detach_copy().prepare(decoder.dtype)
 
 
 def test_a_family_that_is_added_is_not_computed_without_what_is_new_in_it() -> None:
     """What the step does not know was a list: a field that it had never heard of counted as known, and the
     sampler was another model than the trainer, without a word."""
     config = parse_config({**COMMON, **FAMILIES["qwen3"]})
-    assert reads(config, ModelConfig)
+    assert has_only_read_fields(config, ModelConfig)
     later = make_dataclass(
         "Later", [("unrotated", tuple[int, ...], ())], bases=(ModelConfig,), frozen=True, kw_only=True
     )
     values = {f.name: getattr(config, f.name) for f in fields(config)}
-    assert reads(later(**values), ModelConfig) and not reads(later(**values, unrotated=(1,)), ModelConfig)
+    assert has_only_read_fields(later(**values), ModelConfig) and not has_only_read_fields(
+        later(**values, unrotated=(1,)), ModelConfig
+    )
     compared = {family["model_type"] for family in FAMILIES.values()}
     others = {"gemma3_text", "deepseek_v3"}  # which the decoder computes
     assert compared | others == set(_DEFAULTS), (

@@ -16,7 +16,7 @@ from torch import Tensor
 from ostinato.model.config import MoEConfig, Scoring
 from ostinato.model.elementwise import add_rms_norm, rms_norm, rope, silu_mul
 from ostinato.model.lora import Lora, lora_linear
-from ostinato.model.moe import ExpertLora, choose, experts, grouped_linear, margins, route
+from ostinato.model.moe import ExpertLora, choose, experts, grouped_linear, route, routing_margins
 from ostinato.model.ops import TORCH_OPS
 
 
@@ -209,7 +209,7 @@ def test_a_token_is_routed_alike_in_every_batch(moe: MoEConfig, experts: int) ->
 def test_a_margin_is_what_a_logit_must_move_for_a_flip(moe: MoEConfig) -> None:
     """The last expert chosen falls by a little less, and stays; by a little more, and is left out."""
     x = logits(30)
-    ids, gaps = choose(x, moe, None), margins(x, moe)
+    ids, gaps = choose(x, moe, None), routing_margins(x, moe)
     assert (gaps > 0).all()
     for share, stays in ((0.99, True), (1.01, False)):
         moved = x.clone()
@@ -221,7 +221,7 @@ def test_a_margin_is_what_a_logit_must_move_for_a_flip(moe: MoEConfig) -> None:
 def test_a_margin_with_a_correction_bias_is_never_too_large() -> None:
     """A sigmoid's slope is at most 1/4: a logit that moves by less than the margin flips no choice."""
     x, moe = logits(200), replace(DEEPSEEK, num_groups=1, topk_groups=1)
-    ids, gaps = choose(x.sigmoid(), moe, BIAS), margins(x, moe, BIAS)
+    ids, gaps = choose(x.sigmoid(), moe, BIAS), routing_margins(x, moe, BIAS)
     assert (gaps >= 0).all()
     moved = x.clone()
     moved[torch.arange(200), ids[:, -1]] -= 0.99 * gaps
@@ -229,6 +229,6 @@ def test_a_margin_with_a_correction_bias_is_never_too_large() -> None:
 
 
 def test_no_margin_where_every_expert_is_chosen() -> None:
-    assert margins(logits(3), replace(QWEN, top_k=8)).isnan().all()
+    assert routing_margins(logits(3), replace(QWEN, top_k=8)).isnan().all()
     only_one_group = replace(DEEPSEEK, topk_groups=1, top_k=2, num_groups=4)
-    assert margins(logits(3), only_one_group, BIAS).isnan().all()
+    assert routing_margins(logits(3), only_one_group, BIAS).isnan().all()

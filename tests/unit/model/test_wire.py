@@ -21,7 +21,7 @@ from ostinato.engine.local import LocalEngine
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters, init_adapters
 from ostinato.model.shapes import AdapterSpec, ExpertScheme
-from ostinato.model.tensor_file import ALIGNMENT, joined, layout, read, shapes_of
+from ostinato.model.tensor_file import ALIGNMENT, file_parts, layout, read, shapes_of
 from ostinato.model.wire import (
     NotFinite,
     fingerprint,
@@ -81,7 +81,7 @@ def test_files_are_those_of_the_safetensors_library(shapes: list[Any], seed: int
         for i, (dtype, shape) in enumerate(shapes)
     }
     metadata = {"a": 'words, "quoted"'}
-    ours = bytearray(b"".join(joined(tensors, metadata)))
+    ours = bytearray(b"".join(file_parts(tensors, metadata)))
     theirs = bytearray(library_save(tensors, metadata))
     for state in (library_load(bytes(ours)), read(ours)[1], read(theirs)[1]):
         assert state.keys() == tensors.keys()

@@ -23,7 +23,7 @@ from ostinato.apps.plan.problem import find_model
 from ostinato.model.config import ModelConfig, parse_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.shapes import AdapterSpec, ExpertScheme, adapter_shapes
-from ostinato.model.share import Share, is_cut, is_expert, placed, size_of
+from ostinato.model.share import Share, find_spans, is_cut, is_expert, size_of
 from ostinato.parallel import load, placement
 from ostinato.parallel.collectives import AXES, Mesh
 from ostinato.parallel.elements import stage_elements
@@ -170,7 +170,7 @@ def test_a_gradient_is_summed_over_all_with_the_same_part(text: str, model: str,
     name = data.draw(st.sampled_from(sorted(shapes)))
     shape, shares = shapes[name], [shares_of(layout, config, rank) for rank in range(layout.world)]
     keepers = [rank for rank in range(layout.world) if any(keeps(config, one, name) for one in shares[rank])]
-    parts = {rank: placed(config, shares[rank][0], name, shape) for rank in keepers}
+    parts = {rank: find_spans(config, shares[rank][0], name, shape) for rank in keepers}
     rank = data.draw(st.sampled_from(keepers))
     reached = {rank}
     for axis in summed_over(name, shape, shares[rank][0]):
@@ -386,7 +386,7 @@ def test_every_rank_has_what_placed_says(text: str) -> None:
         if share not in seen:  # replicas are alike
             distinct = 0.0
             for name, shape in made[one].items():
-                kept = placed(kimi(), share, name, shapes[name])
+                kept = find_spans(kimi(), share, name, shapes[name])
                 assert shape == tuple(sum(map(len, spans)) for spans in kept), name
                 distinct += prod(shape) / replicas(layout, share, name, shapes[name])
             seen[share] = sum(map(prod, made[one].values())), distinct
@@ -416,7 +416,7 @@ def test_under_a_group_of_64_ranks() -> None:
         assert all(dist.get_process_group_ranks(mesh.group(axis)) for axis, size in sizes.items() if size > 1)
         (share,) = shares_of(layout, kimi(), mesh.rank)
         part = Decoder(kimi(), device=mesh.device, dtype=torch.bfloat16, share=share)
-        kept = (size_of(placed(kimi(), share, n, whole_shapes()[n])) for n, _ in part.named_parameters())
+        kept = (size_of(find_spans(kimi(), share, n, whole_shapes()[n])) for n, _ in part.named_parameters())
         assert sum(weight.numel() for weight in part.parameters()) == sum(kept)
     finally:
         dist.destroy_process_group()

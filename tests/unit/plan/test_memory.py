@@ -20,7 +20,7 @@ from ostinato.model.decoder import Decoder
 from ostinato.model.lora import init_adapters
 from ostinato.model.packed import PackedAttention
 from ostinato.model.shapes import ROLES, AdapterSpec, ExpertScheme
-from ostinato.model.share import placed
+from ostinato.model.share import find_spans
 from ostinato.parallel.activations import Rows, ends, once, saved, slots_of
 from ostinato.parallel.elements import is_moe, layer_tensors, stage_elements
 from ostinato.parallel.gpus import GB
@@ -94,7 +94,7 @@ def test_adapters_are_those_that_every_rank_trains(
             own = fresh_adapters(config, shares_of(layout, config, rank), spec)
             planned = stage_elements(config, spec, layout, stage)
             assert planned.adapters == own.num_parameters, str(layout)
-            assert planned.copies == sum(copied(own.prepared(torch.float32))), str(layout)
+            assert planned.copies == sum(copied(own.prepare(torch.float32))), str(layout)
 
 
 def copied(prepared: Any) -> Iterator[int]:
@@ -180,7 +180,7 @@ def really_saved(config: ModelConfig, spec: AdapterSpec | None, rows: int, dtype
     if adapters is None:
         decoder.trainable(True)
     else:
-        prepared = adapters.prepared(dtype)
+        prepared = adapters.prepare(dtype)
         for layer in prepared.layers:
             for slot in layer.__slots__:
                 held = getattr(layer, slot)
@@ -291,8 +291,8 @@ def test_where_one_base_serves_both(train: str, rollout: str, possible: bool) ->
 def contained(config: ModelConfig, train: Layout, rollout: Layout, rank: int) -> bool:
     (mine,), (theirs,) = (shares_of(layout, config, rank) for layout in (train, rollout))
     for name, shape in layer_tensors(config, 1).items():
-        kept = placed(config, mine, f"layers.1.{name}", shape)
-        needed = placed(config, theirs, f"layers.1.{name}", shape)
+        kept = find_spans(config, mine, f"layers.1.{name}", shape)
+        needed = find_spans(config, theirs, f"layers.1.{name}", shape)
         for have, want in zip(kept, needed, strict=True):
             if not {i for span in want for i in span} <= {i for span in have for i in span}:
                 return False

@@ -20,7 +20,7 @@ from ostinato.algo.pack import pack
 from ostinato.config import TrainerSection
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
-from ostinato.model.lora import Adapters, Factors, init_adapters, padded
+from ostinato.model.lora import Adapters, Factors, init_adapters, pad_rank
 from ostinato.model.ops import TORCH_OPS, Ops
 from ostinato.model.packed import PackedAttention, check_segments
 from ostinato.model.shapes import AdapterSpec
@@ -202,7 +202,7 @@ def test_the_gradients_of_factors_import_no_compiler() -> None:
 
 def test_ranks_of_a_multiple_give_the_same_update() -> None:
     a, b = torch.randn(5, 6, 3), torch.randn(5, 4, 6)
-    wide_a, wide_b = padded(a, b)
+    wide_a, wide_b = pad_rank(a, b)
     assert wide_a.shape == (5, 8, 3) and wide_b.shape == (5, 4, 8)
     torch.testing.assert_close(wide_b @ wide_a, b @ a)
-    assert padded(wide_a, wide_b)[0] is wide_a
+    assert pad_rank(wide_a, wide_b)[0] is wide_a
