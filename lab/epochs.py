@@ -29,7 +29,7 @@ from ostinato.model.lora import Adapters
 from ostinato.model.named import model_folder
 from ostinato.model.native import BuildError, Kernels, load
 from ostinato.pipeline.credit import assign
-from ostinato.pipeline.draft_metrics import pasts
+from ostinato.pipeline.draft_metrics import collect_answers
 from ostinato.render import Renderer
 from ostinato.rollout.rollout import RolloutContext, RolloutRequest, play
 from ostinato.train.trainer import PolicyTrainer
@@ -120,7 +120,7 @@ def record(recipe: Recipe, model: Model, epochs: int, say: Say) -> list[Step]:
 
 def _step(groups: Sequence[Group], policy: Adapters, number: int, epoch: int, sampling: Sampling) -> Step:
     played = [(group.prompt.uid, one) for group in groups for one in group.trajectories]
-    remembered, _ = pasts(groups)
+    remembered, _ = collect_answers(groups)
     rewards = [one.reward for many in remembered.values() for one in many if one.reward is not None]
     return Step(
         number=number,

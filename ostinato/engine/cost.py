@@ -68,7 +68,7 @@ class CostTable:
         self._overheads: deque[float] = deque(maxlen=_WINDOW)  # seconds outside the model
 
     @classmethod
-    def measured(cls, run: Callable[[int, int], float], limit_s: float = 0.25, repeats: int = 3) -> CostTable:
+    def measure(cls, run: Callable[[int, int], float], limit_s: float = 0.25, repeats: int = 3) -> CostTable:
         """Make a table from ``run(rows, context)``, which returns the seconds of a pass of ``rows`` rows that
         see ``context`` positions each.
 

@@ -40,7 +40,7 @@ class Busy:
         self._worker = worker
         self._spans: deque[list[float]] = deque(maxlen=MOST)  # [is prefill, start, stop, rows, seconds]
 
-    def passed(self, seconds: float, prefilled: int, sampled: int) -> None:
+    def record_pass(self, seconds: float, prefilled: int, sampled: int) -> None:
         """Record a pass of ``seconds`` that ends now; its kind is that of most of its rows."""
         stop = time.time()
         start, prefill = stop - seconds, prefilled > sampled

@@ -104,7 +104,7 @@ class LocalEngine:
         )
         self._driver = Driver(self.step, lambda: bool(len(self._scheduler)), self._fail, self._drop_all)
         measure = drafter is not None and cost is None
-        self.cost = CostTable.measured(self._runner.seconds) if measure else cost
+        self.cost = CostTable.measure(self._runner.seconds) if measure else cost
         self.speculation = self.speculate(drafter) if drafter is not None else None
 
     def speculate(self, drafter: Drafter) -> Speculation:
@@ -192,13 +192,13 @@ class LocalEngine:
         """(sequences that run, sequences that wait for a slot); it can be read from any thread."""
         return len(self._scheduler.table), len(self._scheduler.waiting)
 
-    def lent(self) -> AbstractContextManager[None]:
+    def lend_memory(self) -> AbstractContextManager[None]:
         """Return a context without memory for keys and values, for a training step on this GPU; where there
         are requests they keep theirs."""
         if len(self._scheduler):
             return nullcontext()
         self._scheduler.cache.forget()
-        return self._runner.store.lent()
+        return self._runner.store.lend_memory()
 
     @property
     def free_blocks(self) -> int:
@@ -220,7 +220,7 @@ class LocalEngine:
         drafts = self._draft(slots, counts)
         plan = build_model_input(scheduler.table, slots, counts, drafts)
         hidden, routing = self._runner.run(plan)
-        ready = scheduler.computed(slots, counts)
+        ready = scheduler.mark_computed(slots, counts)
         num_prefilled = int(counts.sum()) - len(ready)
         self.counters.steps += 1
         self.counters.prefilled += num_prefilled
@@ -233,7 +233,7 @@ class LocalEngine:
         self.counters.seconds += seconds
         if output is not None:
             self._account(plan, drafts, ready, output, seconds)
-        self._busy.passed(seconds, num_prefilled, len(plan.tokens) - num_prefilled)
+        self._busy.record_pass(seconds, num_prefilled, len(plan.tokens) - num_prefilled)
 
     def _draft(self, slots: np.ndarray, counts: np.ndarray) -> Drafts:
         """Return the drafts to verify in this pass, cut to the KV blocks that are free."""

@@ -43,30 +43,30 @@ def draft_counts(drafts: Drafts, sequences: int) -> np.ndarray:
 
 
 def build_model_input(
-    table: SequenceTable, chosen: np.ndarray, counts: np.ndarray, drafts: Drafts
+    table: SequenceTable, slots: np.ndarray, counts: np.ndarray, drafts: Drafts
 ) -> ModelInput:
-    """Make the input of a pass over the sequences ``chosen``: ``counts`` rows of known text, then ``drafts``.
+    """Make the input of a pass over the sequences ``slots``: ``counts`` rows of known text, then ``drafts``.
 
-    ``drafts.counts`` is aligned with ``chosen``, or empty where nothing is drafted. The blocks must be
+    ``drafts.counts`` is aligned with ``slots``, or empty where nothing is drafted. The blocks must be
     allocated already.
     """
-    rows = counts + draft_counts(drafts, len(chosen))
+    rows = counts + draft_counts(drafts, len(slots))
     ends = np.cumsum(rows)
     firsts, T = ends - rows, int(ends[-1])
-    owner = np.repeat(np.arange(len(chosen), dtype=np.int32), rows)
+    owner = np.repeat(np.arange(len(slots), dtype=np.int32), rows)
     offset = np.arange(T) - firsts[owner]
-    positions = table.computed[chosen][owner] + offset
+    positions = table.computed[slots][owner] + offset
     tokens = np.empty(T, np.int64)
     if len(drafts.tokens):
         is_text = offset < counts[owner]
-        tokens[is_text] = table.text[chosen[owner[is_text]], positions[is_text]]
+        tokens[is_text] = table.text[slots[owner[is_text]], positions[is_text]]
         tokens[~is_text] = drafts.tokens
     else:
-        tokens[:] = table.text[chosen[owner], positions]
-    tables = table.tables[chosen, : int(table.num_blocks[chosen].max(initial=1))]
+        tokens[:] = table.text[slots[owner], positions]
+    tables = table.tables[slots, : int(table.num_blocks[slots].max(initial=1))]
     kv_slots = tables[owner, positions // BLOCK].astype(np.int64) * BLOCK + positions % BLOCK
     return ModelInput(
-        chosen,
+        slots,
         rows,
         firsts,
         owner,
@@ -74,7 +74,7 @@ def build_model_input(
         positions,
         tables,
         kv_slots,
-        _find_policy_spans(table.policy[chosen], ends),
+        _find_policy_spans(table.policy[slots], ends),
     )
 
 

@@ -60,7 +60,7 @@ class KVStore:
         self.key_layers, self.value_layers = keys.unbind(0), values.unbind(0)
 
     @contextmanager
-    def lent(self) -> Iterator[None]:
+    def lend_memory(self) -> Iterator[None]:
         """Free the memory within the context; after it the arrays are zeros, perhaps at another address."""
         sizes, dtype, device = (self.keys.shape, self.values.shape), self.keys.dtype, self.keys.device
         self._put(self.keys.new_empty(0), self.values.new_empty(0))
@@ -214,7 +214,7 @@ class TorchPaged:
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None
     ) -> Tensor:
         self.store.write(layer, k, v, self.slots)
-        keys, values = self.cached(layer)
+        keys, values = self.read_cached(layer)
         seen = self.seen if window is None else self.seen & (self.before <= window)[:, None, None, :]
         out = F.scaled_dot_product_attention(
             q.unsqueeze(2),  # every row is a batch of its own: [T, H, 1, Dk]
@@ -226,7 +226,7 @@ class TorchPaged:
         )
         return out.squeeze(2)
 
-    def cached(self, layer: int) -> tuple[Tensor, Tensor]:
+    def read_cached(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return keys [S, heads, positions, Dk] and values of all sequences, 0 beyond their ends."""
         keys, values = self.store.read(layer, self.tables)
         return keys.masked_fill_(self.beyond, 0), values.masked_fill_(self.beyond, 0)
@@ -323,7 +323,7 @@ class GpuPaged:
     def _attend_batch(self, layer: int, q: Tensor, heads: int, scale: float) -> Tensor:
         """Return the attention of every row over the keys of its sequence: [T, H, Dk] -> [T, H, Dv]."""
         assert self.short is not None
-        keys, values = self.short.cached(layer)
+        keys, values = self.short.read_cached(layer)
         if not self.alone:
             keys, values = keys[self.short.sequence], values[self.short.sequence]
         # cuDNN, torch's first choice, makes a new plan for every shape, and shapes change with every answer

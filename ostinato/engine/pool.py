@@ -100,14 +100,14 @@ def sampler_lost(cause: str, final: bool = False) -> WorkerLost:
     return WorkerLost(WorkerKind.SAMPLER, cause, final=final)
 
 
-async def bounded(awaited: Awaitable[T], seconds: float, what: str) -> T:
-    """Return the result of ``awaited``. Raises WorkerLost where it raises, or takes longer than ``seconds``:
-    it is then cancelled, but not waited for, since it may ignore that.
+async def bounded(awaitable: Awaitable[T], seconds: float, what: str) -> T:
+    """Return the result of ``awaitable``. Raises WorkerLost where it raises, or takes over ``seconds``: it is
+    then cancelled, but not waited for, since it may ignore that.
 
     Time is counted in slices: where the event loop itself was blocked for long (by a training step), replies
     that have arrived meanwhile are read before a worker counts as silent.
     """
-    task = asyncio.ensure_future(awaited)
+    task = asyncio.ensure_future(awaitable)
     task.add_done_callback(lambda task: task.cancelled() or task.exception())  # asyncio logs unread errors
     try:
         for _ in range(SLICES):
@@ -297,7 +297,7 @@ def adapters_only(adapters: Any, version: int) -> Publication:
     return Publication(version=version, fingerprint=fingerprint(adapters), payload=packed, size=size)
 
 
-def unknown(request: Request) -> float:
+def predict_unknown(request: Request) -> float:
     """Return 0, the predicted length of an answer of unknown length."""
     return 0.0
 
@@ -321,7 +321,7 @@ class EnginePool:
         count: int,
         *,
         place: Placement,
-        expect: Callable[[Request], float] = unknown,
+        expect: Callable[[Request], float] = predict_unknown,
         on_answer: Callable[[Request, Completion], None] = lambda request, completion: None,
         slots: int = 256,
         silence_s: float = 60.0,

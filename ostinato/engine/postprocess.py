@@ -139,7 +139,7 @@ def _store_support(table: SequenceTable, token_slots: np.ndarray, rows: np.ndarr
     is_filtered = table.filtered[token_slots]
     spans = (token_slots[is_filtered], (ends - support.counts[rows])[is_filtered], ends[is_filtered])
     for slot, start, end in zip(*(span.tolist() for span in spans), strict=True):
-        table.at(slot).kept.append(support.ids[start:end].copy())  # a view would keep all ids in memory
+        table.at(slot).supports.append(support.ids[start:end].copy())  # a view would keep all ids in memory
 
 
 def _mask_leading(counts: np.ndarray, limits: np.ndarray) -> np.ndarray:
@@ -154,7 +154,7 @@ def _count_kept(
     """Return (counts [R] of the new tokens that each sequence keeps, reasons of those that stop by index)."""
     room = table.limit[slots] - table.length[slots]
     may_stop = tokens < 0
-    for token in table.watched():
+    for token in table.list_stop_tokens():
         may_stop |= tokens == token
     needs_scan = table.special[slots] | (counts >= room)
     if may_stop.any():

@@ -131,8 +131,8 @@ def seconds_by_dtype(
     Figures of a ``busy`` machine (None: find out whether it is) are valid only while it is busy."""
     model_products = products(config)
     inference, training, build = _load_ops(native)
-    file = kept_file(model_products, build, fp32_head=fp32_head)
-    cache = read_cached(file, parsed)
+    file = cache_file(model_products, build, fp32_head=fp32_head)
+    cache = read_cached(file, parse_cache)
     if cache is not None and not cache.busy:
         return cache.seconds
     busy = threads.is_busy() if busy is None else busy
@@ -145,7 +145,7 @@ def seconds_by_dtype(
     return seconds
 
 
-def kept_file(needed: list[Product], built: str, *, fp32_head: bool) -> Path:
+def cache_file(needed: list[Product], built: str, *, fp32_head: bool) -> Path:
     """Return a path in the user's cache, by a hash of all that figures depend on; ``built``: the kernels."""
     facts = (threads.fingerprint(), torch.get_num_threads(), torch.__version__, built, isa.instruction_set())
     digest = hashlib.sha256(repr((*facts, needed, fp32_head)).encode()).hexdigest()[:16]
@@ -164,14 +164,14 @@ def _load_ops(native: bool) -> tuple[Ops, Ops, str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
+class CachedFigures:
     """The contents of a cache file."""
 
     seconds: dict[str, Seconds]
     busy: bool  # whether the machine was, while it was measured
 
 
-def parsed(read: Any) -> Kept:
+def parse_cache(read: Any) -> CachedFigures:
     """Convert a cache file. Raises ValueError, TypeError or LookupError for what was never written here."""
     if type(busy := read["busy"]) is not bool:
         raise ValueError(f"busy is {busy!r}")
@@ -181,7 +181,7 @@ def parsed(read: Any) -> Kept:
         )
         for name in DTYPES
     }
-    return Kept(seconds=seconds, busy=busy)
+    return CachedFigures(seconds=seconds, busy=busy)
 
 
 def _check_positive(value: Any) -> float:
@@ -316,5 +316,5 @@ def by_threads(work: threads.Products, counts: Sequence[int]) -> list[float]:
 
 
 if __name__ == "__main__":  # argv: JSON of [threads.Products, counts]; prints JSON
-    given, numbers = json.loads(sys.argv[1])
-    print(json.dumps(by_threads(threads.Products(**given), numbers)))
+    work, numbers = json.loads(sys.argv[1])
+    print(json.dumps(by_threads(threads.Products(**work), numbers)))

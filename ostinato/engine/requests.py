@@ -92,13 +92,13 @@ Decode = Callable[[Seq[int]], str]
 
 
 def new_completion(
-    sequence: Sequence, whole: np.ndarray, routes: np.ndarray | None, stop: Stop, decode: Decode | None
+    sequence: Sequence, text: np.ndarray, routes: np.ndarray | None, stop: Stop, decode: Decode | None
 ) -> Completion:
     """Make the completion of a sequence that has left its slot, or never had one.
 
-    whole [L]: prompt and answer; routes [n, layers, K]: from ``routes_from`` on, as far as they are known.
+    text [L]: prompt and answer; routes [n, layers, K]: from ``routes_from`` on, as far as they are known.
     """
-    tokens, prompt = whole[sequence.prompt_len :], sequence.prompt_len - sequence.request.routes_from
+    tokens, prompt = text[sequence.prompt_len :], sequence.prompt_len - sequence.request.routes_from
     if routes is not None:
         padding = np.full((max(prompt + len(tokens) - len(routes), 0), *routes.shape[1:]), NO_EXPERT)
         routes = np.concatenate([routes, padding.astype(routes.dtype)])
@@ -110,7 +110,7 @@ def new_completion(
         versions=versions,
         stop=stop,
         text=text_of(tokens, sequence.request.sampling.stop_strings, stop, decode),
-        support=Support.of(sequence.kept) if sequence.kept else None,
+        support=Support.of(sequence.supports) if sequence.supports else None,
         experts=None if routes is None else routes[prompt:],
         prompt_experts=None if routes is None else routes[:prompt],
         drafted=sequence.drafted,

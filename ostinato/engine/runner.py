@@ -258,7 +258,7 @@ class Runner:
         return middle - start, time.perf_counter() - middle
 
 
-class Runs(Protocol):
+class PolicyRunner(Protocol):
     """A runner of policies by number."""
 
     def serve(self, adapters: Adapters | None, policy: int = 0) -> None: ...
@@ -269,7 +269,7 @@ class Runs(Protocol):
 class Policies:
     """The policies of ``runner``: numbers by name, versions by number. The policy without a name is 0."""
 
-    def __init__(self, runner: Runs) -> None:
+    def __init__(self, runner: PolicyRunner) -> None:
         self.numbers: dict[str, int] = {"": 0}
         self.versions: dict[int, int] = {0: 0}
         self._runner, self._next = runner, 1

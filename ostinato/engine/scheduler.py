@@ -159,12 +159,12 @@ class Scheduler:
         self.table.show_blocks(slot)
         return preempted_slots
 
-    def computed(self, chosen: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """Record a pass; return the indices in ``chosen`` whose text is all computed, to be sampled now."""
+    def mark_computed(self, slots: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """Record a pass; return the indices in ``slots`` whose text is all computed, to be sampled now."""
         table = self.table
-        table.computed[chosen] += counts
-        ready = np.flatnonzero(table.computed[chosen] == table.length[chosen])
-        for slot in chosen[ready].tolist():
+        table.computed[slots] += counts
+        ready = np.flatnonzero(table.computed[slots] == table.length[slots])
+        for slot in slots[ready].tolist():
             sequence = table.at(slot)
             for node in sequence.nodes:
                 node.ready = True

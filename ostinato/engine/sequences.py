@@ -63,7 +63,9 @@ class Sequence:
     text: np.ndarray  # [length] int32: prompt and what has been sampled
     sampled: tuple[np.ndarray, ...] | None = None  # logprobs, edges, versions of the answer
     generation: int = 0  # of the prefix tree, when its first blocks were allocated
-    kept: list[np.ndarray] = field(default_factory=list)  # ids that each token of the answer was drawn from
+    supports: list[np.ndarray] = field(
+        default_factory=list
+    )  # ids that each token of the answer was drawn from
     routes: np.ndarray | None = None  # from ``routes_from`` on, as they were when it was preempted
     expected: float = 0.0  # length that is predicted, the prompt included; 0: unknown
     blocks: list[int] = field(default_factory=list)
@@ -199,7 +201,7 @@ class SequenceTable:
         assert sequence is not None, "no sequence has this slot"
         return sequence
 
-    def watched(self) -> list[int]:
+    def list_stop_tokens(self) -> list[int]:
         """Return the stop tokens of all running sequences."""
         return sorted({token for tokens in self._stop_token_counts for token in tokens})
 

@@ -53,7 +53,7 @@ class Reloadable(Protocol):
     def publish_weights(self, path: Path, version: int) -> None: ...
 
 
-def failed(sentence: str) -> Completion:
+def make_failed(sentence: str) -> Completion:
     """Return an empty completion that ended as ERROR, with ``sentence`` as the reason."""
     none, tokens = np.zeros(0, np.float32), np.zeros(0, np.int32)
     return Completion(tokens=tokens, logprobs=none, versions=tokens, stop=Stop.ERROR, error=sentence)
@@ -143,7 +143,7 @@ class SamplerServer:
                 self._end(ids[index], completion)
         except ValueError as error:
             if len(calls) == 1:
-                self._end(ids[0], failed(str(error)))
+                self._end(ids[0], make_failed(str(error)))
                 return
             for id in sorted(open_ids):  # any of them may be at fault: each is tried alone
                 self._start_answer({id: calls[id]})

@@ -62,37 +62,35 @@ class Speculation:
             sequence.handle = self._drafter.open(sequence.request)
             table.handle[slot], table.observed[slot] = sequence.handle, sequence.prompt_len
 
-    def propose(self, chosen: np.ndarray, counts: np.ndarray, waiting: int) -> Drafts:
-        """Return drafts for a pass of ``counts`` rows of known text of the ``chosen`` slots, aligned with
+    def propose(self, slots: np.ndarray, counts: np.ndarray, waiting: int) -> Drafts:
+        """Return drafts for a pass of ``counts`` rows of known text of ``slots``, aligned with
         them; ``waiting`` others have no slot yet. Nothing is drafted for a sequence with a constraint."""
         self.awake, self.spent = False, 0.0
         if self._skips:
             self._skips -= 1
             return NO_DRAFTS
         table = self._table
-        free = table.banned_until[chosen] < ALWAYS
-        decoding = np.flatnonzero(free & (counts == table.length[chosen] - table.computed[chosen]))
+        free = table.banned_until[slots] < ALWAYS
+        decoding = np.flatnonzero(free & (counts == table.length[slots] - table.computed[slots]))
         self._waiting = waiting > 0
-        if 2 * len(decoding) < min(len(chosen) + waiting, len(table.length)):
+        if 2 * len(decoding) < min(len(slots) + waiting, len(table.length)):
             return NO_DRAFTS  # the batch is filling: a few sequences gain little now
-        num_known, attended = int(counts.sum()), float(table.length[chosen] @ counts)
+        num_known, attended = int(counts.sum()), float(table.length[slots] @ counts)
         # the seconds of a pass of half the rows show which share of this pass does not depend on rows
         half_s, whole_s = self._cost.seconds(
             np.array([0.5, 1.0]) * num_known, np.array([0.5, 1.0]) * attended
         )
         self._fixed = min(max(2.0 * float(half_s / whole_s) - 1.0, 0.0), 1.0)
-        is_profitable = self._fixed >= LEAST_FIXED and self._is_worth_opening(
-            chosen[decoding], float(whole_s)
-        )
+        is_profitable = self._fixed >= LEAST_FIXED and self._is_worth_opening(slots[decoding], float(whole_s))
         if not is_profitable:
             return NO_DRAFTS
         start = time.perf_counter()
         self.awake = True
-        drafts = self._query_drafter(chosen[decoding], num_known, attended)
+        drafts = self._query_drafter(slots[decoding], num_known, attended)
         self.spent = time.perf_counter() - start
         if len(drafts.tokens) == 0:
             return NO_DRAFTS
-        slot_counts = np.zeros(len(chosen), np.int32)
+        slot_counts = np.zeros(len(slots), np.int32)
         slot_counts[decoding] = drafts.counts
         return Drafts(counts=slot_counts, tokens=drafts.tokens)
 
@@ -240,20 +238,20 @@ def _compute_soft_max(values: np.ndarray) -> float:
     return peak + STRICT * float(np.log(np.exp((values - peak) / STRICT).sum()))
 
 
-def afford(table: SequenceTable, cache: KVCache, chosen: np.ndarray, drafts: Drafts) -> tuple[Drafts, int]:
+def afford(table: SequenceTable, cache: KVCache, slots: np.ndarray, drafts: Drafts) -> tuple[Drafts, int]:
     """Allocate the blocks of drafts from free ones; nothing is preempted or evicted for a draft.
 
     Returns the drafts that fit, and the number of draft tokens that do not.
     """
     spare = cache.free
-    needed = (table.length[chosen] + drafts.counts + BLOCK - 1) // BLOCK - table.num_blocks[chosen]
-    is_dropped = np.zeros(len(chosen), bool)
+    needed = (table.length[slots] + drafts.counts + BLOCK - 1) // BLOCK - table.num_blocks[slots]
+    is_dropped = np.zeros(len(slots), bool)
     for s in np.flatnonzero((needed > 0) & (drafts.counts > 0)).tolist():
         if needed[s] > spare:
             is_dropped[s] = True
             continue
         spare -= int(needed[s])
-        slot = int(chosen[s])
+        slot = int(slots[s])
         table.at(slot).blocks.extend(cache.allocate() for _ in range(int(needed[s])))
         table.show_blocks(slot)
     if not is_dropped.any():

@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from ostinato.engine.requests import Limits
-from ostinato.engine.serve import failed
+from ostinato.engine.serve import make_failed
 from ostinato.engine.vllm_answers import answer, choice_of, question, refuse
 from ostinato.engine.vllm_policies import Policy, PolicyClient, write_policy
 from ostinato.engine.vllm_proof import Verdict, canary, prove
@@ -150,7 +150,7 @@ class VllmEngine:
                 shutil.rmtree(old, ignore_errors=True)
 
     @contextmanager
-    def lent(self) -> Iterator[None]:
+    def lend_memory(self) -> Iterator[None]:
         """Free the server's memory for keys and values within the context, for a training step on its GPU; it
         has no requests then. Weights, adapters and CUDA graphs stay. Raises WorkerLost."""
         with self._name_loss("when it lent its keys and values"):
@@ -216,7 +216,7 @@ class VllmEngine:
     def _make_completion(self, request: Request, policy: Policy, reply: Reply) -> Completion:
         """Convert the answer of a living server; raises as ``choice_of`` and ``PolicyClient.versions``."""
         if reply.status >= 500:
-            return failed(f"vLLM answered {reply.error}")
+            return make_failed(f"vLLM answered {reply.error}")
         choice, cached = choice_of(reply, request, policy.name(self._facts.base))
         versions, moe = self._served.versions(policy, choice), self._decoder.config.moe
         experts = None if moe is None else moe.num_experts

@@ -11,7 +11,7 @@ import numpy as np
 
 from ostinato.algo.noise import key
 from ostinato.engine.requests import Limits, check, text_of
-from ostinato.engine.serve import failed
+from ostinato.engine.serve import make_failed
 from ostinato.engine.vllm_server import Reply, Unreachable
 from ostinato.routes import route_dtype
 from ostinato.types import NO_EXPERT, Completion, Request, Stop, Support
@@ -90,7 +90,7 @@ def answer(
     logprobs = np.array([row["logprob"] for row in choice["logprobs"]["content"]], np.float32)
     stop = _parse_stop(choice)
     if len(logprobs) != len(tokens) or (logprobs <= NO_LOGPROB).any():
-        return failed("vLLM gave tokens without log-probabilities: the logits are not finite")
+        return make_failed("vLLM gave tokens without log-probabilities: the logits are not finite")
     if sampling.temperature == 0:  # a greedy token is not drawn; vLLM gives its logprob at temperature 1
         logprobs = np.zeros_like(logprobs)
     routes = _parse_routes(choice, len(request.tokens) + len(tokens), num_experts)

@@ -29,7 +29,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from ostinato.env.dialogue import Words, continue_chat
+from ostinato.env.dialogue import ChatRenderer, continue_chat
 from ostinato.env.rows import to_chat
 from ostinato.env.tools import Message, Toolbox, call_in_time
 from ostinato.inputs import has_surrogate
@@ -145,7 +145,7 @@ class EnvEpisode:
     def __init__(
         self,
         prompt: Prompt,
-        renderer: Words,
+        renderer: ChatRenderer,
         make: Factory,
         max_turns: int,
         *,

@@ -22,7 +22,7 @@ from ostinato.env.tools import Message, Tool, Toolbox
 from ostinato.types import Completion, NewRow, Prompt, Stop
 
 
-class Words(Protocol):
+class ChatRenderer(Protocol):
     """The methods of ``render.Renderer`` that a dialogue uses. A class that keeps its contexts within a
     budget implements them too."""
 
@@ -53,7 +53,7 @@ def append_answer(messages: Sequence[Message], text: str) -> tuple[list[Message]
 
 
 def continue_chat(
-    renderer: Words,
+    renderer: ChatRenderer,
     prompt: Prompt,
     messages: Sequence[Message],
     completion: Completion,
@@ -77,7 +77,7 @@ class Dialogue:
     def __init__(
         self,
         prompt: Prompt,
-        renderer: Words,
+        renderer: ChatRenderer,
         tools: Mapping[str, Tool] | None = None,
         max_turns: int = 1,
         *,

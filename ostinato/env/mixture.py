@@ -25,7 +25,7 @@ STEP = 0x9E3779B97F4A7C15  # CIRCLE / golden ratio
 SLACK = 16  # places; in any stretch, a task falls short of its share by less than 2 SLACK
 
 
-def arcs(weights: Sequence[float]) -> list[int]:
+def compute_arcs(weights: Sequence[float]) -> list[int]:
     """Return the end of each task's arc, on a circle of length CIRCLE; the first arc begins at 0."""
     total, ends, cumulative = sum(map(Fraction, weights)), list[int](), Fraction(0)
     for weight in weights:
@@ -34,7 +34,7 @@ def arcs(weights: Sequence[float]) -> list[int]:
     return ends
 
 
-def turn(seed: int, ends: Sequence[int], index: int) -> tuple[int, int]:
+def locate(seed: int, ends: Sequence[int], index: int) -> tuple[int, int]:
     """Return (task number, place in that task's own stream) of place ``index`` in a mixture whose ``arcs``
     have these ``ends``: the task whose arc contains start + index * STEP, and the number of earlier places on
     the same arc."""
@@ -66,15 +66,15 @@ def _sum_floors(count: int, start: int) -> int:
         count, b, a, m = bound // m, bound % m, m, a
 
 
-def shares(weights: Mapping[str, float]) -> dict[str, float]:
+def compute_shares(weights: Mapping[str, float]) -> dict[str, float]:
     """Return the share of all places of each task, by name."""
     total = math.fsum(weights.values())
     return {name: weight / total for name, weight in weights.items()}
 
 
-def counts(weights: Mapping[str, float], seed: int, n: int) -> dict[str, int]:
+def count_places(weights: Mapping[str, float], seed: int, n: int) -> dict[str, int]:
     """Return how many of the first ``n`` places each task has, at least 1 each."""
-    ends = arcs(list(weights.values()))
+    ends = compute_arcs(list(weights.values()))
     return {name: max(1, count_before(seed, ends, number, n)) for number, name in enumerate(weights)}
 
 
@@ -86,7 +86,10 @@ class Mixture:
 
     def __init__(self, parts: Mapping[str, Tasks], weights: Mapping[str, float], *, seed: int) -> None:
         self._parts, self._seed = [parts[name] for name in weights], seed
-        self._ends, self._shares = arcs(list(weights.values())), list(shares(weights).values())
+        self._ends, self._shares = (
+            compute_arcs(list(weights.values())),
+            list(compute_shares(weights).values()),
+        )
 
     def __len__(self) -> int:
         return sum(map(len, self._parts))
@@ -97,7 +100,7 @@ class Mixture:
         return max(math.ceil((part.epoch + SLACK) / share) for part, share in parts)
 
     def prompt(self, index: int) -> Prompt:
-        task, place = turn(self._seed, self._ends, index)
+        task, place = locate(self._seed, self._ends, index)
         return self._parts[task].prompt(place)
 
 

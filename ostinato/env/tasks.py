@@ -42,12 +42,12 @@ class Rows:
     def prompt(self, index: int) -> Prompt:
         epoch, position = divmod(index, len(self._prompts))
         if self._shuffle:
-            position = int(order(self._seed, epoch, len(self._prompts))[position])
+            position = int(shuffle_order(self._seed, epoch, len(self._prompts))[position])
         return self._prompts[position]
 
 
 @functools.lru_cache(maxsize=16)  # a batch can straddle two epochs of each task
-def order(seed: int, epoch: int, count: int) -> np.ndarray:
+def shuffle_order(seed: int, epoch: int, count: int) -> np.ndarray:
     """[count] int64, a permutation: argsort of raw Philox words, which numpy keeps stable across versions."""
     key = np.array([seed, epoch], np.int64).view(np.uint64)
     return np.argsort(np.random.Philox(key=key).random_raw(count), kind="stable")
@@ -149,7 +149,7 @@ def choose_subset(rows: list[T], seed: int, n: int | None) -> list[T]:
     """Return ``n`` rows drawn by ``seed``, in their original order; all if there are no more than ``n``."""
     if n is None or n >= len(rows):
         return rows
-    return [rows[k] for k in sorted(order(seed, SUBSET_EPOCH, len(rows))[:n].tolist())]
+    return [rows[k] for k in sorted(shuffle_order(seed, SUBSET_EPOCH, len(rows))[:n].tolist())]
 
 
 def add_system_prompt(prompt: Prompt, system_prompt: str) -> Prompt:

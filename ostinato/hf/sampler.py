@@ -178,7 +178,7 @@ class TransformersEngine:
         self.counters.steps += 1
         self.counters.seconds += seconds
         self.counters.seconds_without += seconds
-        self._busy.passed(seconds, self.counters.prefilled - prefilled, self.counters.decoded - decoded)
+        self._busy.record_pass(seconds, self.counters.prefilled - prefilled, self.counters.decoded - decoded)
 
     def _admit(self) -> None:
         """Start waiting requests, the oldest first, as waves of a policy each."""
@@ -273,7 +273,7 @@ class TransformersEngine:
             row.versions.append(version)
             if drawn.support is not None and row.sequence.request.sampling.filtered:
                 start = ends[place] - int(drawn.support.counts[place])
-                row.sequence.kept.append(drawn.support.ids[start : ends[place]].copy())
+                row.sequence.supports.append(drawn.support.ids[start : ends[place]].copy())
             self.counters.decoded += 1
             if row.sequence.on_tokens is not None:
                 row.sequence.on_tokens(row.sequence.index, _make_emitted(drawn, place, row, version))
@@ -288,8 +288,8 @@ class TransformersEngine:
 
     def _finish(self, row: Row, stop: Stop) -> None:
         sequence = row.sequence
-        if sequence.kept and len(sequence.kept) < len(row.logprobs):  # after an error
-            sequence.kept = []
+        if sequence.supports and len(sequence.supports) < len(row.logprobs):  # after an error
+            sequence.supports = []
         sequence.sampled = (
             np.array(row.logprobs, np.float32),
             np.array(row.edges, np.float32),

@@ -32,7 +32,7 @@ from ostinato.model.shared import own_folder, sweep
 from ostinato.model.wire import fingerprint_weights, pack_weights
 from ostinato.protocols import RestorableTrainer, Sampler
 from ostinato.reward.remote import GraderLink
-from ostinato.rollout.schedule import placement
+from ostinato.rollout.schedule import find_placement
 from ostinato.train.remote import TrainerLink
 from ostinato.types import HistoryEntry, Publication
 from ostinato.workers.ray_cluster import Cluster, Need, RayRemote
@@ -224,7 +224,7 @@ class WorkerFactory:
         return EnginePool(
             spawn,
             section.samplers,
-            place=placement(self.recipe.pipeline.placement),
+            place=find_placement(self.recipe.pipeline.placement),
             expect=seen.expect if memory is None else memory.expect,
             on_answer=seen.observe,
             slots=AHEAD * self.recipe.engine.max_batch,

@@ -43,7 +43,7 @@ def open_components(
             return
         engine = any_engine(recipe, decoder, inputs.renderer, memory, need=rollout_need(inputs))
         if isinstance(engine, LocalEngine) and lends_memory(recipe, decoder):
-            trainer = LentTrainer(trainer, engine.lent)
+            trainer = LentTrainer(trainer, engine.lend_memory)
         drafting = None
         if memory is not None and isinstance(engine, LocalEngine):
             counters = engine.counters
@@ -77,7 +77,9 @@ def _sample_by_vllm(inputs: RunInputs, trainer: RestorableTrainer, folder: Path)
         need=rollout_need(inputs),
     ) as engine:
         yield RunComponents(
-            trainer=LentTrainer(trainer, engine.lent) if lends_memory(recipe, inputs.decoder) else trainer,
+            trainer=LentTrainer(trainer, engine.lend_memory)
+            if lends_memory(recipe, inputs.decoder)
+            else trainer,
             engine=engine,
             extra_metrics=lambda: proof_row(engine.take_verdict()) | gpu_figures(inputs.decoder),
             tokens_sampled=lambda: engine.signs,

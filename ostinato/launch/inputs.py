@@ -25,8 +25,8 @@ from ostinato.config.fields import without_folders
 from ostinato.config.sections import MemorySection, RolloutSection
 from ostinato.config.tasks import VERIFIERS, OneTask, TaskSection
 from ostinato.env.custom import SEEDS, EnvEpisode, new_factory, seeds
-from ostinato.env.dialogue import Dialogue, Words
-from ostinato.env.mixture import Mixture, counts, label_prompts
+from ostinato.env.dialogue import ChatRenderer, Dialogue
+from ostinato.env.mixture import Mixture, count_places, label_prompts
 from ostinato.env.rows import with_columns
 from ostinato.env.tasks import Rows, add_system_prompt, check_disjoint, check_params, load_tasks
 from ostinato.env.tools import Tool, resolve_tools
@@ -201,7 +201,7 @@ def prompts(recipe: Recipe, split: str, n: int | None) -> list[Prompt]:
     """``n`` prompts, divided over a mixture by its weights; if None, ``n_train`` of each task, all rows of a
     file where that is 0. Raises ValueError, with the name of a mixture's task."""
     section, prompts_of_tasks = recipe.task, list[Prompt]()
-    sizes = {} if n is None else counts(weights(recipe.task), section.seed, n)
+    sizes = {} if n is None else count_places(weights(recipe.task), section.seed, n)
     for name, task in section.by_name.items():
         try:
             rows = _rows(task, split, section.seed, sizes.get(name, task.n_train or None))
@@ -494,7 +494,7 @@ APPS = {
 class EpisodeMemory(Protocol):
     """Keeps the contexts of one episode within a budget."""
 
-    def renderer(self, renderer: Words) -> Words: ...
+    def renderer(self, renderer: ChatRenderer) -> ChatRenderer: ...
 
 
 class AgentTasks(Protocol):

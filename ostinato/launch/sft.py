@@ -21,7 +21,7 @@ import numpy as np
 
 from ostinato.config import Recipe, check_files, dump_toml
 from ostinato.env.answers import CHATS, example, load_rows, pair
-from ostinato.env.tasks import order
+from ostinato.env.tasks import shuffle_order
 from ostinato.launch import RunFailed
 from ostinato.launch.checks import check, warn_of_control_tokens
 from ostinato.launch.device_memory import named_out_of_memory
@@ -215,7 +215,9 @@ class _Course:
         end = (self.step + 1) * section.rows_per_step
         end = min(end, section.epochs * self._train) if section.epochs else end
         places = (divmod(position, self._train) for position in range(self.step * section.rows_per_step, end))
-        indices = [int(order(self._recipe.seed, epoch, self._train)[place]) for epoch, place in places]
+        indices = [
+            int(shuffle_order(self._recipe.seed, epoch, self._train)[place]) for epoch, place in places
+        ]
         sums = self._pass(indices, learn=True)
         adam = Adam(
             lr=settings.lr * lr_factor(settings, self.step),

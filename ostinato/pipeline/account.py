@@ -64,14 +64,14 @@ class Clock:
         self.step, self._unix, self._worker = step, unix, worker
         self.seconds = {"rollout": 0.0, "reward": 0.0, "train": 0.0, "measure": 0.0}
 
-    def rollouts(self, played: Sequence[RolloutResult]) -> None:
-        last_token = max((item.generated_at for item in played), default=self.start)
-        last_verdict = max((item.graded_at for item in played), default=self.start)
+    def record_rollouts(self, results: Sequence[RolloutResult]) -> None:
+        last_token = max((item.generated_at for item in results), default=self.start)
+        last_verdict = max((item.graded_at for item in results), default=self.start)
         self.seconds["rollout"] = last_token - self.start
         self.seconds["reward"] = max(0.0, last_verdict - last_token)
 
     @contextmanager
-    def doing(self, part: str, kind: Kind) -> Iterator[None]:
+    def track(self, part: str, kind: Kind) -> Iterator[None]:
         """Count the time of the block as ``part`` (empty: as "other"), and record it as a span."""
         start, unix_start = time.perf_counter(), self._unix()
         try:
@@ -83,7 +83,7 @@ class Clock:
                 Span(worker=self._worker, kind=kind, start=unix_start, stop=self._unix(), step=self.step)
             )
 
-    def measured(self, seconds: float) -> None:
+    def move_measuring(self, seconds: float) -> None:
         """Move ``seconds`` from "train" to "measure"."""
         self.seconds["train"] -= seconds
         self.seconds["measure"] += seconds

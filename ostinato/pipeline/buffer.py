@@ -62,11 +62,11 @@ class AdmissionRule:
     steps: int
     overlap: bool = False
 
-    def room(self, held: Sequence[Admission], finished: int) -> int:
-        """Return how many groups may be admitted after ``finished`` steps, while ``held`` are in flight."""
-        if not self.overlap and not all(admission.ended for admission in held):
+    def room(self, admissions: Sequence[Admission], finished: int) -> int:
+        """Return how many groups may be admitted after ``finished`` steps beside ``admissions`` in flight."""
+        if not self.overlap and not all(admission.ended for admission in admissions):
             return 0  # a round is played when the round before it has ended
-        room = min(self.staleness + 1, self.steps - finished) * self.prompts - len(held)
+        room = min(self.staleness + 1, self.steps - finished) * self.prompts - len(admissions)
         return max(0, room if self.overlap else min(room, self.prompts))
 
     def round(self, outstanding: int, finished: int) -> int:
@@ -77,18 +77,21 @@ class AdmissionRule:
         """Return the number of finished steps after which a group can be trained on for the last time."""
         return admission.step + self.staleness
 
-    def choose(self, held: Sequence[Admission], finished: int) -> Selection:
-        """Choose the batch of the step after ``finished`` steps from the groups in flight, ``held``."""
-        running, size = [admission for admission in held if not admission.ended], min(self.prompts, len(held))
+    def choose(self, admissions: Sequence[Admission], finished: int) -> Selection:
+        """Choose the batch of the step after ``finished`` steps from the groups in flight, ``admissions``."""
+        running, size = (
+            [admission for admission in admissions if not admission.ended],
+            min(self.prompts, len(admissions)),
+        )
         if not self.overlap:
             return (
                 Selection(awaited=_list_places(running))
                 if running
-                else Selection(batch=_list_places(held)[:size])
+                else Selection(batch=_list_places(admissions)[:size])
             )
-        ended = (admission for admission in held if admission.ended)
+        ended = (admission for admission in admissions if admission.ended)
         batch = set(sorted(ended, key=lambda admission: (self.deadline(admission), admission.place))[:size])
-        others = [admission for admission in held if admission not in batch]
+        others = [admission for admission in admissions if admission not in batch]
         awaited = [admission for admission in self._find_overdue(others, finished) if not admission.ended]
         if awaited or len(batch) < size:
             return Selection(awaited=_list_places(awaited or running))
@@ -103,13 +106,13 @@ class AdmissionRule:
                 return [other for other in order if self.deadline(other) <= self.deadline(admission)]
         return []
 
-    def too_old(self, held: Sequence[Admission], finished: int) -> tuple[int, ...]:
+    def too_old(self, admissions: Sequence[Admission], finished: int) -> tuple[int, ...]:
         """Return places of the groups that no step would reach by their deadline. There are some only where
         the recipe was changed before a resume."""
         late: list[Admission] = []
         num_before = 0  # with overlap a late group is played again after the others, in lockstep before them
         for admission in sorted(
-            held, key=lambda admission: (admission.step if self.overlap else 0, admission.place)
+            admissions, key=lambda admission: (admission.step if self.overlap else 0, admission.place)
         ):
             if is_late := self.deadline(admission) < finished + num_before // self.prompts:
                 late.append(admission)
@@ -234,7 +237,7 @@ class RolloutBuffer:
         results, self._new_results = self._new_results, {}
         return [results[place] for place in sorted(results)]
 
-    def trained(self) -> None:
+    def end_step(self) -> None:
         """Record that the step has ended: its groups are no longer in flight."""
         self._training = ()
 

@@ -55,7 +55,7 @@ class Drafting:
         num_sampled = sum(
             _count_sampled(answer) for answers in _group_by_prompt(groups).values() for answer in answers
         )
-        row = counts(groups) | figures(stats, num_sampled, rollout_s)
+        row = count_drafts(groups) | compute_figures(stats, num_sampled, rollout_s)
         row["draft/seconds_saved"] = self.saved_s() - self._saved_s
         return row | self._remember(groups, step)
 
@@ -64,7 +64,7 @@ class Drafting:
         self.drafter.forget([prompt.uid for prompt in prompts])
 
     def _remember(self, groups: Sequence[Group], step: int) -> dict[str, float]:
-        entries, num_skipped = pasts(groups)
+        entries, num_skipped = collect_answers(groups)
         for uid, answers in entries.items():
             self.store.add(uid, step, answers)
         for uid, completions in _group_by_prompt(groups).items():
@@ -78,7 +78,7 @@ class Drafting:
         }
 
 
-def pasts(groups: Iterable[Group]) -> tuple[dict[str, list[HistoryEntry]], int]:
+def collect_answers(groups: Iterable[Group]) -> tuple[dict[str, list[HistoryEntry]], int]:
     """Return (the answers of the groups as entries of history, by prompt; the number of answers left out).
 
     Each turn is an entry of its own, with the last tokens before it as context and the reward of its episode;
@@ -135,7 +135,7 @@ def _take_tail(old: np.ndarray, new: np.ndarray) -> np.ndarray:
     return (new if len(new) >= CONTEXT else np.concatenate([old, new]))[-CONTEXT:]
 
 
-def counts(groups: Sequence[Group]) -> dict[str, float]:
+def count_drafts(groups: Sequence[Group]) -> dict[str, float]:
     """Compute draft metrics from the answers themselves, including those read back from the spool."""
     answers = [
         completion
@@ -154,7 +154,7 @@ def counts(groups: Sequence[Group]) -> dict[str, float]:
     }
 
 
-def figures(stats: DraftStats, sampled: int, rollout_s: float) -> dict[str, float]:
+def compute_figures(stats: DraftStats, sampled: int, rollout_s: float) -> dict[str, float]:
     """Compute metrics from the drafter's counters of a step; shares are of all tokens ``sampled`` in it, also
     where nothing was drafted."""
     shares = {f"draft/share_{name}": _divide(count, sampled) for name, count in stats.accepted.items()}

@@ -96,7 +96,7 @@ class State:
     passed: int = 0  # passes that are done
     at: int = 0  # the next slice
 
-    def seen(self, x: np.ndarray, slices: int) -> tuple[State, bool]:
+    def advance(self, x: np.ndarray, slices: int) -> tuple[State, bool]:
         """Return (state after the losses ``x`` of a slice, whether there is an alarm; it ends the bets)."""
         bets, alarm = self.bets.update(x)
         if alarm is not None or bets.alarmed:
@@ -133,7 +133,7 @@ def losses(gains: Iterable[float], tolerance: float) -> np.ndarray:
     return np.minimum((1 - ratios(gains) - tolerance) / (UNIT * max(tolerance, 0.01)), 1.0)
 
 
-def kept_share(gains: Iterable[float]) -> tuple[float, float, float]:
+def compute_kept_share(gains: Iterable[float]) -> tuple[float, float, float]:
     """Return (mean of min(rho, 1), lower end, upper end of its 95 % interval with the rows as draws)."""
     shares = ratios(gains)
     mean, half = float(shares.mean()), 1.96 * float(np.std(shares, ddof=1)) / math.sqrt(len(shares))
@@ -283,12 +283,12 @@ class Forgetting:
         self._gains |= new_gains
         has_ability = any(self._rows[n].right is not False for n in new_gains)
         observations = losses(new_gains.values(), self.tolerance) if has_ability else np.empty(0)
-        self._state, has_alarm = self._state.seen(observations, len(self._slices))
+        self._state, has_alarm = self._state.advance(observations, len(self._slices))
         return has_alarm
 
     def _make_metrics(self, scores: Mapping[int, np.ndarray]) -> dict[str, float]:
         """Make the metrics: ``kept`` over the newest score of every row, the others over ``scores`` alone."""
-        mean, low, high = kept_share(self._gains.values())
+        mean, low, high = compute_kept_share(self._gains.values())
         metrics = {
             "forgetting/kept": mean,
             "forgetting/kept_low": low,
@@ -305,7 +305,7 @@ class Forgetting:
         return metrics
 
     def _make_alarm(self, step: int) -> Alarm:
-        mean, low, high = kept_share(self._gains.values())
+        mean, low, high = compute_kept_share(self._gains.values())
         sentence = (
             f"what the policy could do before is being lost: of its answers to {self.about} {mean:.0%} "
             f"[{low:.0%}, {high:.0%}] of the probability is left; lower trainer.lr, train an adapter, or "

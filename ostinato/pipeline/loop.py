@@ -36,7 +36,7 @@ from ostinato.pipeline.draft_metrics import Drafting
 from ostinato.pipeline.evaluate import Evaluation, Scores
 from ostinato.pipeline.failed import RewardFails
 from ostinato.pipeline.forgetting import Forgetting
-from ostinato.pipeline.recorder import Learned, StepRecorder, check_ages, prepare
+from ostinato.pipeline.recorder import StepRecorder, TrainResult, check_ages, prepare
 from ostinato.pipeline.signals import Abandoned, StopSignals, Watchdog
 from ostinato.pipeline.spool import Spool
 from ostinato.pipeline.state import (
@@ -212,7 +212,7 @@ class Loop:
         self._activity = f"step {step} waits for its groups"
         if self.drafting is not None and not overlap:
             self.drafting.begin()
-        with clock.doing("rollout" if overlap else "", Kind.WAIT):
+        with clock.track("rollout" if overlap else "", Kind.WAIT):
             train_batch = await self._buffer.batch(self.state.step, self.state.version)
         groups = [set_step(step, item.group) for item in train_batch.batch]
         failures = self._recorder.failures
@@ -222,11 +222,11 @@ class Loop:
         version = self.state.version
         if outcome.report is not None:
             version += 1
-            with clock.doing("publish" if overlap else "train", Kind.PUBLISH):
+            with clock.track("publish" if overlap else "train", Kind.PUBLISH):
                 self.stage.engine.publish(self.trainer.adapters(), version)
         results = self._buffer.fresh()
         if not overlap:
-            clock.rollouts(results)
+            clock.record_rollouts(results)
         draft_metrics = self._make_draft_metrics(results, clock)
         row = self._recorder.record(clock, self._buffer, groups, results, train_batch, outcome, draft_metrics)
         self._end_step(step, version, train_batch, outcome, row)
@@ -249,7 +249,7 @@ class Loop:
             self.drafting.begin()
         return metrics
 
-    async def _run_training(self, groups: Sequence[Group], clock: Clock) -> Learned:
+    async def _run_training(self, groups: Sequence[Group], clock: Clock) -> TrainResult:
         """Train on the groups, in a thread where workers need the event loop meanwhile."""
         self._activity = f"step {self.state.step + 1} is training"
         if self.plan.recipe.pipeline.overlap or self._ledger.terms.pools:
@@ -258,30 +258,30 @@ class Loop:
         with self._signals.blocking():
             return self._train_on(groups, clock)
 
-    def _train_on(self, groups: Sequence[Group], clock: Clock) -> Learned:
+    def _train_on(self, groups: Sequence[Group], clock: Clock) -> TrainResult:
         outcome = prepare(groups, self.plan, self.algorithm, clock, self.state.version)
         if outcome.batch is None:
             return outcome
         check_ages(outcome.batch, self.state.step + 1, self.plan.recipe.pipeline.staleness)
         self._between_steps = True
-        with clock.doing("train", Kind.TRAIN if self.worker == TRAINER else Kind.WAIT):
+        with clock.track("train", Kind.TRAIN if self.worker == TRAINER else Kind.WAIT):
             try:
                 report = self.trainer.step(outcome.batch)
             except Exception:
                 self._between_steps = not self.workers.trainer_consistent()
                 raise
         if report.mismatch is not None:
-            clock.measured(report.mismatch["seconds"])
+            clock.move_measuring(report.mismatch["seconds"])
         watch, step = self.forgetting, self.state.step + 1
         if (look := watch and watch.look(step, self.state.totals, outcome.batch)) is not None:
             clock.seconds["measure"] += look.cost["seconds"]
         return replace(outcome, report=report, look=look)
 
     def _end_step(
-        self, step: int, version: int, train_batch: TrainBatch, outcome: Learned, row: dict[str, float]
+        self, step: int, version: int, train_batch: TrainBatch, outcome: TrainResult, row: dict[str, float]
     ) -> None:
         """Advance the state by the finished step, and add the new state's metrics to ``row``."""
-        self._buffer.trained()
+        self._buffer.end_step()
         old, drops = self.state, outcome.credit.dropped_groups
         dropped = Counter(old.dropped) + drops
         self.state = replace(
@@ -346,7 +346,7 @@ class Loop:
     def _checkpoint(self) -> None:
         if self.state.step > self._saved_step:
             clock = Clock(self.state.step, self._ledger.clock, self.worker)
-            with clock.doing("", Kind.SAVE):
+            with clock.track("", Kind.SAVE):
                 oldest = self.save(self.state)
             self._recorder.spans += clock.spans
             self._saved_step = self.state.step

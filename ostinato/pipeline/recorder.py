@@ -49,7 +49,7 @@ JUDGE = "judge/"  # counters of the costs of judges, seconds and tokens; in the 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Learned:
+class TrainResult:
     """The result of a step's training; without samples to train on ``batch`` and ``report`` are None."""
 
     credit: Credit
@@ -58,7 +58,9 @@ class Learned:
     look: Look | None = None  # of the forgetting watch
 
 
-def prepare(groups: Sequence[Group], plan: Plan, algorithm: Algorithm, clock: Clock, version: int) -> Learned:
+def prepare(
+    groups: Sequence[Group], plan: Plan, algorithm: Algorithm, clock: Clock, version: int
+) -> TrainResult:
     """Assign the groups' credit, and pack the samples to train on, for the trainer of ``version``."""
     credit = assign(
         groups,
@@ -69,8 +71,8 @@ def prepare(groups: Sequence[Group], plan: Plan, algorithm: Algorithm, clock: Cl
         reward_weights=plan.recipe.reward.by_name,
     )
     if not credit.samples:
-        return Learned(credit=credit)
-    with clock.doing("train", Kind.PACK):
+        return TrainResult(credit=credit)
+    with clock.track("train", Kind.PACK):
         batch = pack(
             credit.samples,
             credit.weights,
@@ -78,7 +80,7 @@ def prepare(groups: Sequence[Group], plan: Plan, algorithm: Algorithm, clock: Cl
             minibatches=plan.recipe.trainer.minibatches,
             version=version,
         )
-    return Learned(credit=credit, batch=batch)
+    return TrainResult(credit=credit, batch=batch)
 
 
 def check_ages(batch: Batch, step: int, staleness: int) -> None:
@@ -119,7 +121,7 @@ class StepRecorder:
         groups: Sequence[Group],
         ended: Sequence[RolloutResult],
         train_batch: TrainBatch,
-        learned: Learned,
+        learned: TrainResult,
         drafted: Mapping[str, float],
     ) -> dict[str, float]:
         """Return the row of the step, without sums over the run; also write the ledger and the timeline.
@@ -201,7 +203,7 @@ class StepRecorder:
             self.folder.timeline.append(*rows)
 
     def report(
-        self, step: int, row: dict[str, float], groups: Sequence[Group], learned: Learned, ended: bool
+        self, step: int, row: dict[str, float], groups: Sequence[Group], learned: TrainResult, ended: bool
     ) -> Finish | None:
         """Write the row. Returns why the run has to end now, or None; ``ended``: this is the last step."""
         report, (row, finish) = learned.report, self._watch_row(step, row, learned.look)

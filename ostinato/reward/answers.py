@@ -115,10 +115,10 @@ def marked_answer(text: str) -> str | None:
 
 def _find_last_box(text: str) -> str | None:
     start = text.rfind("\\boxed{")
-    return next(iter(boxed(text[start:])), None) if start >= 0 else None
+    return next(iter(find_boxes(text[start:])), None) if start >= 0 else None
 
 
-def boxed(text: str) -> list[str]:
+def find_boxes(text: str) -> list[str]:
     r"""Return the content of each ``\boxed{..}``, in order, up to a box that is never closed."""
     contents, start = [], text.find("\\boxed{")
     while start >= 0 and (end := _find_closing_brace(text, start + len("\\boxed"))) is not None:

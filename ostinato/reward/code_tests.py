@@ -58,7 +58,7 @@ def code_tests(
     timeout_s: float = 10.0,
     **columns: Any,
 ) -> list[float]:
-    """Return 1 where the code of the completion (``code_of``) passes all tests of its row, else 0.
+    """Return 1 where the code of the completion (``extract_code``) passes all tests of its row, else 0.
 
     An answer fails if it takes longer than ANSWER_LIMIT_S, or longer than its part of 0.8 ``timeout_s`` where
     that is less: each core runs one answer at a time. The reward is NaN, no verdict, where the processes
@@ -69,10 +69,10 @@ def code_tests(
         {name: values[k] for name, values in columns.items() if _has_value(values, k)}
         for k in range(len(texts))
     ]
-    jobs = [job(text, row) for text, row in zip(texts, rows, strict=True)]
+    jobs = [make_job(text, row) for text, row in zip(texts, rows, strict=True)]
     num_threads = max(1, min(len(jobs), _count_cores()))
     limit_s = min(ANSWER_LIMIT_S, OF_GROUP * timeout_s / math.ceil(len(jobs) / num_threads))
-    isolation.hide()
+    isolation.forbid_tracing()
     with ThreadPoolExecutor(num_threads) as threads:
         return list(threads.map(lambda answer_job: run(answer_job, limit_s), jobs))
 
@@ -85,12 +85,12 @@ def _count_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def job(text: str, row: dict[str, Any]) -> Job:
+def make_job(text: str, row: dict[str, Any]) -> Job:
     """Make the job of the answer ``text`` to a row. Raises ValueError for a row without tests."""
     prompt = next((value for value in (row.get("prompt"), row.get("prompts")) if isinstance(value, str)), "")
     test, entry_point = row.get("test"), row.get("entry_point")
     if isinstance(test, str) and isinstance(entry_point, str):
-        code = code_of(text, prompt, frozenset({entry_point}))
+        code = extract_code(text, prompt, frozenset({entry_point}))
         stub = prompt if re.search(rf"^def {re.escape(entry_point)}\b", prompt, re.MULTILINE) else ""
         is_complete = re.search(
             rf"^(?:async )?(?:def |class )?{re.escape(entry_point)}\b", code, re.MULTILINE
@@ -104,7 +104,7 @@ def job(text: str, row: dict[str, Any]) -> Job:
             "the reward code_tests needs the column test_list, texts of Python, or test and entry_point"
         )
     preamble = (*([imports] if isinstance(imports, str) else imports), row.get("test_setup_code") or "")
-    code = code_of(text, prompt, _find_undefined_names((*preamble, *tests)))
+    code = extract_code(text, prompt, _find_undefined_names((*preamble, *tests)))
     return Job(code=code, before=preamble, tests=tuple(tests))
 
 
@@ -124,7 +124,7 @@ def _find_undefined_names(tests: Sequence[str]) -> frozenset[str]:
     return names.used | _BUILTINS.intersection(calls)
 
 
-def code_of(text: str, prompt: str = "", wanted: frozenset[str] = frozenset()) -> str:
+def extract_code(text: str, prompt: str = "", wanted: frozenset[str] = frozenset()) -> str:
     """Return the code of an answer that defines the names ``wanted``: for each name the last block that
     defines it, and the blocks that define what those blocks use, in the order of the text. Blocks of Python
     are preferred to others. Where no block defines a name, return the last block of Python, else of any kind,
@@ -132,14 +132,14 @@ def code_of(text: str, prompt: str = "", wanted: frozenset[str] = frozenset()) -
     begins with it."""
     if prompt.count("```") % 2:
         text = f"```python\n{text}"
-    blocks, marked_blocks = fenced(text), between_marks(text)
+    blocks, marked_blocks = split_fences(text), between_marks(text)
     python_blocks = [code for language, code in blocks if language in _PYTHON]
     all_blocks = [code for _, code in blocks]
-    candidates = (defining(codes, wanted) for codes in (marked_blocks, python_blocks, all_blocks))
+    candidates = (select_defining(codes, wanted) for codes in (marked_blocks, python_blocks, all_blocks))
     return next(filter(None, candidates), (python_blocks or all_blocks or marked_blocks)[-1])
 
 
-def fenced(text: str) -> list[tuple[str, str]]:
+def split_fences(text: str) -> list[tuple[str, str]]:
     """Return (language, code) of the fenced blocks, without the indentation of their fences."""
     blocks, position = [], 0
     while opening := _OPENING.search(text, position):
@@ -165,7 +165,7 @@ def between_marks(text: str) -> list[str]:
     return [code for mark, code in zip(pieces[::2], pieces[1::2], strict=True) if mark.strip() in _BEGINS]
 
 
-def defining(codes: Sequence[str], wanted: frozenset[str]) -> str:
+def select_defining(codes: Sequence[str], wanted: frozenset[str]) -> str:
     """Join the codes that define ``wanted`` and the codes that define what those use. Returns "" where no
     code defines any of the names."""
     codes = [textwrap.dedent(code) for code in codes]

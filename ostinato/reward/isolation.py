@@ -59,7 +59,7 @@ WATCH_S = 0.5
 ROUNDS = 10  # of searching for descendants, which may start more in the meantime
 
 
-def clean(environ: Mapping[str, str]) -> dict[str, str]:
+def drop_secrets(environ: Mapping[str, str]) -> dict[str, str]:
     """``environ`` without variables that look like a secret, by name or as an address with a password."""
     return {
         name: value
@@ -68,7 +68,7 @@ def clean(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def means(folder: str) -> list[str]:
+def find_means(folder: str) -> list[str]:
     """Return the means that work here: "namespaces", else those of "seccomp" and "landlock" that work. Each
     is tried in a child, so the process must have a single thread."""
     if sys.platform != "linux":
@@ -82,7 +82,7 @@ def means(folder: str) -> list[str]:
     return [name for name, confine in candidates.items() if _can_confine(confine)]
 
 
-def left_open(used: Sequence[str]) -> list[str]:
+def list_gaps(used: Sequence[str]) -> list[str]:
     """Return, in words, what reward code can still do when confined by the means ``used``, if anything."""
     gaps = {
         "use the network": {"namespaces", "seccomp"},
@@ -101,7 +101,7 @@ def refuse(left_open: Sequence[str]) -> None:
         )
 
 
-def enter(used: Sequence[str], folder: str, parent: int, close: Callable[[], None]) -> None:
+def enter_isolation(used: Sequence[str], folder: str, parent: int, close: Callable[[], None]) -> None:
     """Fork, and return in a new, confined process. The calling process stays as its keeper: it exits with the
     status of the new process, and kills that when ``parent`` is gone. ``close`` runs in all processes but the
     new one, which alone may keep the socket open.
@@ -128,7 +128,7 @@ def enter(used: Sequence[str], folder: str, parent: int, close: Callable[[], Non
         _apply_seccomp()
 
 
-def hide() -> None:
+def forbid_tracing() -> None:
     """Forbid this user's other processes to read or trace this process until it runs another program."""
     if sys.platform == "linux":
         _call_prctl(PR_SET_DUMPABLE, 0)
@@ -153,7 +153,7 @@ def summary() -> str:
     names = json.loads(process.stdout)
     text = " and ".join(names) or "cleaned environment alone"
     return (
-        f"{text}; rewards can {' and '.join(gaps)}" if (gaps := left_open(names)) else f"complete, by {text}"
+        f"{text}; rewards can {' and '.join(gaps)}" if (gaps := list_gaps(names)) else f"complete, by {text}"
     )
 
 
@@ -362,4 +362,4 @@ def _check_result(result: int, call: str) -> int:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory(prefix="ostinato-") as tried_in:
-        print(json.dumps(means(tried_in)))
+        print(json.dumps(find_means(tried_in)))

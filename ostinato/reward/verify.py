@@ -33,8 +33,8 @@ from ostinato.objects import PICKLE, load_object
 from ostinato.reward.answers import (
     answer_texts,
     answered_number,
-    boxed,
     final_answer,
+    find_boxes,
     last_number,
     last_number_match,
     marked_answer,
@@ -224,7 +224,7 @@ def _parse_answers(text: str) -> Iterator[list[Any]]:
     formulas."""
     if (mark := marked_answer(text)) is not None:
         yield _parse_whole(without_emphasis(mark))
-        if len(boxes := boxed(text)) > 1 and boxes[-1].strip() == mark:
+        if len(boxes := find_boxes(text)) > 1 and boxes[-1].strip() == mark:
             yield _parse_whole(", ".join(boxes))
     elif _has_formulas(text):
         yield _parse_formulas(text)

@@ -56,7 +56,7 @@ MAX_CHAIN = 3  # exceptions in a chain of causes
 WATCH_S = 0.5
 
 Verdict = tuple[float | None, str, str]  # value, Fault or "", detail
-Judged = tuple[list[Verdict], str]  # a verdict per completion; the traceback of a call that raised, or ""
+Judgement = tuple[list[Verdict], str]  # a verdict per completion; the traceback of a call that raised, or ""
 
 
 class Fault(StrEnum):
@@ -122,7 +122,7 @@ class CallLog:
     def log_metric(self, name: str, value: float) -> None:
         """Log a number of this call; metrics have the mean of its numbers."""
         number = float(value)
-        self.metrics.setdefault(tidy(name), []).append(number if math.isfinite(number) else None)
+        self.metrics.setdefault(clean_name(name), []).append(number if math.isfinite(number) else None)
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
         """Log a value per completion, which samples get. Raises ValueError for another number of values."""
@@ -130,10 +130,10 @@ class CallLog:
             raise ValueError(
                 f"log_extra got {len(values)} values for {self._num_completions} completions in {column!r}"
             )
-        self.extra[tidy(column)] = [_to_plain(value) for value in values]
+        self.extra[clean_name(column)] = [_to_plain(value) for value in values]
 
 
-def tidy(name: object) -> str:
+def clean_name(name: object) -> str:
     """Return a name of bounded length without line ends and control characters."""
     return "".join(char if char.isprintable() else " " for char in str(name))[:MAX_NAME]
 
@@ -151,7 +151,7 @@ def judge(
     columns: dict[str, Any],
     confined: bool = False,
     probing: bool = False,
-) -> Judged:
+) -> Judgement:
     """Call a reward function and check what it returns: one verdict per completion, always.
 
     None is a verdict too (a skip). A fault of the whole call applies to every completion, a NaN or an
@@ -178,7 +178,9 @@ def judge(
         return _repeat_fault(num_completions, fault or Fault.RAISED, detail), trace(error)
 
 
-def accepted(function: Callable[..., Any], offered: dict[str, Any], named: dict[str, Any]) -> dict[str, Any]:
+def select_arguments(
+    function: Callable[..., Any], offered: dict[str, Any], named: dict[str, Any]
+) -> dict[str, Any]:
     """Return those of ``offered`` that a function takes, by name or with ``**``, and those of ``named`` that
     are among its parameters."""
     try:
@@ -231,13 +233,13 @@ def _describe_with_hint(error: BaseException, is_confined: bool) -> str:
 
 def _find_hidden_variable(error: BaseException) -> str:
     """Return the missing environment variable that ``error`` is about, if it looks like a secret; else ""."""
-    from ostinato.reward.isolation import clean
+    from ostinato.reward.isolation import drop_secrets
 
     text = describe(error)
     if not (_is_environment_lookup(error) or "environment variable" in text.lower()):
         return ""
     names = [name for name in re.findall("[A-Z][A-Z0-9_]+", text) if name not in os.environ]
-    return next((name for name in names if not clean({name: ""})), "")
+    return next((name for name in names if not drop_secrets({name: ""})), "")
 
 
 def _is_environment_lookup(error: BaseException) -> bool:
@@ -379,7 +381,7 @@ def _answer_request(
     else:
         helpers = {"log_metric": log.log_metric, "log_extra": log.log_extra}
         helpers["trainer_state"] = TrainerState(**terms)
-        columns = {**accepted(functions[name], helpers, {"timeout_s": timeout_s}), **columns}
+        columns = {**select_arguments(functions[name], helpers, {"timeout_s": timeout_s}), **columns}
         verdicts, trace = judge(functions[name], num_completions, columns, is_confined, probing)
     return {"id": id_, "verdicts": verdicts, "trace": trace, "metrics": log.metrics, "extra": log.extra}
 
@@ -393,14 +395,14 @@ def _confine(hello: dict[str, Any], sock: socket.socket) -> list[str]:
 
     mode, means, left_open = hello["isolation"], [], []
     if mode != "off":
-        means = isolation.means(hello["folder"])
-        left_open = isolation.left_open(means)
+        means = isolation.find_means(hello["folder"])
+        left_open = isolation.list_gaps(means)
         if mode == "strict":
             isolation.refuse(left_open)
     if mode == "off" or sys.platform != "linux":
         threading.Thread(target=_end_with_parent, args=(hello["parent"],), daemon=True).start()
     else:
-        isolation.enter(means, hello["folder"], hello["parent"], sock.close)
+        isolation.enter_isolation(means, hello["folder"], hello["parent"], sock.close)
     return left_open
 
 

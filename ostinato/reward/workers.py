@@ -100,7 +100,7 @@ class Worker:
         environ: dict[str, str] | None = None
         if self._isolation != "off":
             self._own_folder = tempfile.mkdtemp(prefix="ostinato-reward-")
-            environ = isolation.clean(os.environ) | {"TMPDIR": self._own_folder}
+            environ = isolation.drop_secrets(os.environ) | {"TMPDIR": self._own_folder}
         self._socket, child_socket = socket.socketpair()
         with child_socket:
             command = [sys.executable, "-P", child.__file__, str(child_socket.fileno()), self._own_folder]
@@ -179,9 +179,10 @@ class Reply:
         try:
             verdicts = [_parse_verdict(*fields) for fields in reply["verdicts"]]
             metrics = {
-                child.tidy(name): [*map(_check_number, values)] for name, values in reply["metrics"].items()
+                child.clean_name(name): [*map(_check_number, values)]
+                for name, values in reply["metrics"].items()
             }
-            extra = {child.tidy(name): list(values) for name, values in reply["extra"].items()}
+            extra = {child.clean_name(name): list(values) for name, values in reply["extra"].items()}
             trace = str(reply["trace"])[-MAX_TRACE:]
         except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"{type(error).__name__}: {error}") from error

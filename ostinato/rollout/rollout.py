@@ -294,7 +294,7 @@ class _Episode:
         if reply is not None:
             self._make_request(reply)
 
-    async def hear(self, part: Completion) -> None:
+    async def take_answer(self, part: Completion) -> None:
         """Take the answer to ``request``. After a complete answer the environment returns the next context;
         an answer may also be the part before or after an interruption."""
         assert self.request is not None
@@ -392,7 +392,7 @@ async def _play_together(engine: Engine, episodes: Sequence[_Episode]) -> None:
         await _play_to_end(engine, episode)
 
     async def continue_episode(episode: _Episode, completion: Completion) -> None:
-        await episode.hear(completion)
+        await episode.take_answer(completion)
         await _play_to_end(engine, episode)
 
     start_tasks = [asyncio.create_task(start_late(episode)) for episode in episodes if episode.starting]
@@ -413,7 +413,7 @@ async def _play_to_end(engine: Engine, episode: _Episode) -> None:
         if completion is None:
             await episode.replace_request()
         else:
-            await episode.hear(completion)
+            await episode.take_answer(completion)
 
 
 async def _answer_request(engine: Engine, request: Request) -> Completion:

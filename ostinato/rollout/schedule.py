@@ -40,7 +40,7 @@ class Policy(StrEnum):
     HISTOPIPE = "histopipe"
 
 
-def placement(name: str) -> Placement:
+def find_placement(name: str) -> Placement:
     """Return the policy of this name."""
     policies: dict[Policy, Placement] = {
         Policy.LEAST_LOADED: least_loaded,

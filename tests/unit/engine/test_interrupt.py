@@ -23,7 +23,7 @@ from ostinato.model.decoder import Decoder
 from ostinato.model.hf import load_model
 from ostinato.model.named import model_folder
 from ostinato.model.native import Kernels
-from ostinato.pipeline.draft_metrics import pasts
+from ostinato.pipeline.draft_metrics import collect_answers
 from ostinato.render import Renderer
 from ostinato.rollout.convert import samples
 from ostinato.rollout.health import prefilled_tokens, sampled_tokens
@@ -188,7 +188,7 @@ def test_drafts_from_interrupted_pasts_change_no_token_and_are_taken() -> None:
     plain = played(engine(), interruption)
     history = History()
     drafter = HistoryDrafter(history)
-    kept, skipped = pasts(plain)
+    kept, skipped = collect_answers(plain)
     assert skipped == 0 and sum(map(len, kept.values())) > len(answers(plain))
     for uid, reported in kept.items():
         history.add(uid, 1, reported)

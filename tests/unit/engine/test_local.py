@@ -348,7 +348,7 @@ def test_memory_that_was_lent_comes_back_empty(kernels: Kernels | None) -> None:
     ours, store = (made := engine(kernels)), made._runner.store
     size = store.num_bytes
     answers(ours, REQUESTS)
-    with pytest.raises(ZeroDivisionError), ours.lent():
+    with pytest.raises(ZeroDivisionError), ours.lend_memory():
         assert store.num_bytes == 0
         raise ZeroDivisionError
     assert store.num_bytes == size
@@ -360,7 +360,7 @@ def test_requests_keep_their_memory() -> None:
     async def lend() -> int:
         ours = engine(None)
         async for _ in ours.generate([request(5, 0, max_tokens=1), request(9, 1, max_tokens=40)]):
-            with ours.lent():
+            with ours.lend_memory():
                 return ours._runner.store.num_bytes
         return 0
 

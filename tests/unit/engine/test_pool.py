@@ -31,7 +31,7 @@ from ostinato.engine.pool import Call
 from ostinato.launch.drafts import Seen
 from ostinato.observe.timeline import Kind
 from ostinato.protocols import Job, Starts, Worker
-from ostinato.rollout.schedule import least_loaded, placement
+from ostinato.rollout.schedule import find_placement, least_loaded
 from ostinato.types import Completion, Request, Sampling
 from ostinato.workers.remote import WorkerLost
 
@@ -351,7 +351,7 @@ async def test_every_placement_of_a_recipe_gives_the_same_answers(name: str) -> 
     world = World({(1, 0): Fault("raise", at=9)})
     groups = [group(place, 4, step=1 + place // 6) for place in range(12)]
     pool = world.pool(
-        3, place=placement(name), slots=4, expect=lambda request: float(request.seed[2] * 3 % 20)
+        3, place=find_placement(name), slots=4, expect=lambda request: float(request.seed[2] * 3 % 20)
     )
     found = await asyncio.gather(*(answers(pool, requests) for requests in groups))
     await pool.close()

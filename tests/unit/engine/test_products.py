@@ -12,7 +12,7 @@ import pytest
 
 from ostinato.config import Recipe, dump_toml
 from ostinato.engine import products
-from ostinato.engine.products import choose, kept_file, seconds_by_dtype, warning
+from ostinato.engine.products import cache_file, choose, seconds_by_dtype, warning
 from ostinato.files import atomic_write, read_cached
 from ostinato.launch.machine import resolve_auto
 from ostinato.model.config import ModelConfig, read_config
@@ -30,7 +30,7 @@ def config() -> ModelConfig:
 
 def keep(config: ModelConfig, text: str) -> None:
     """Put ``text`` where the figures of ``config`` are kept."""
-    file = kept_file(products.products(config), "torch", fp32_head=True)
+    file = cache_file(products.products(config), "torch", fp32_head=True)
     atomic_write(file, text)
 
 
@@ -106,7 +106,7 @@ def test_a_spoilt_cache_is_measured_anew(
     """Anybody may write into a cache: a bad thread cache once ended runs in KeyError or OverflowError."""
     keep(config, text)
     (file,) = own_cache.rglob("products-*.json")
-    assert read_cached(file, products.parsed) is None
+    assert read_cached(file, products.parse_cache) is None
     assert len(caplog.messages) == 1 and "is not used" in caplog.text
 
 
@@ -119,5 +119,5 @@ def test_what_is_measured_is_kept_and_anything_else_is_another_measurement(
     wanted = products.products(config)
     wider = products.products(dataclasses.replace(config, intermediate_size=2 * config.intermediate_size))
     others = ((wanted, "torch"), (wanted, "kernels-1"), (wider, "torch"))
-    files = {kept_file(*which, fp32_head=True) for which in others}
-    assert len(files | {kept_file(wanted, "torch", fp32_head=False)}) == 4
+    files = {cache_file(*which, fp32_head=True) for which in others}
+    assert len(files | {cache_file(wanted, "torch", fp32_head=False)}) == 4

@@ -44,7 +44,7 @@ def one_pass(scheduler: Scheduler) -> list[Sequence]:
     scheduler.admit()
     chosen, counts = scheduler.schedule()
     table, ended = scheduler.table, []
-    for slot in chosen[scheduler.computed(chosen, counts)].tolist():
+    for slot in chosen[scheduler.mark_computed(chosen, counts)].tolist():
         table.text[slot, table.length[slot]] = 7
         table.length[slot] += 1
         if table.length[slot] == table.limit[slot]:
@@ -68,7 +68,7 @@ def test_decoding_comes_before_prompts_and_prompts_are_cut_to_the_budget() -> No
     scheduler.admit()
     chosen, counts = scheduler.schedule()
     assert counts.tolist() == [4, 6]
-    ready = scheduler.computed(chosen, counts)
+    ready = scheduler.mark_computed(chosen, counts)
     assert ready.tolist() == [0]
     scheduler.table.length[chosen[0]] += 1
     again, counts = scheduler.schedule()

@@ -139,7 +139,7 @@ def world(rows: int, attended: float) -> float:
 
 
 def test_measured_it_predicts_what_was_not_measured() -> None:
-    table = CostTable.measured(lambda rows, context: world(rows, rows * context))
+    table = CostTable.measure(lambda rows, context: world(rows, rows * context))
     for rows, context in ((1, 16), (12, 100), (200, 50), (1000, 16)):
         assert float(table.seconds(rows, rows * context)) == pytest.approx(
             world(rows, rows * context), rel=0.05
@@ -153,13 +153,13 @@ def test_a_slow_machine_is_not_measured_for_ever() -> None:
         requested.append(rows)
         return 0.1 * rows
 
-    table = CostTable.measured(slow)
+    table = CostTable.measure(slow)
     assert max(requested) == 8
     assert float(table.seconds(1000, 0)) == pytest.approx(100, rel=0.3)
 
 
 def test_it_follows_the_machine() -> None:
-    table = CostTable.measured(lambda rows, context: world(rows, rows * context))
+    table = CostTable.measure(lambda rows, context: world(rows, rows * context))
     rng = np.random.default_rng(0)
     for _ in range(2000):  # which has become slower by two fifths
         rows = int(rng.choice([4, 16, 40, 100, 300]))
@@ -172,7 +172,7 @@ def test_it_follows_the_machine() -> None:
 def test_slow_first_passes_are_forgotten() -> None:
     """What an engine does once, on its first passes, was taken for what it does on every pass: drafts seemed
     to save ten times what they did, for good."""
-    table = CostTable.measured(lambda rows, context: world(rows, rows * context))
+    table = CostTable.measure(lambda rows, context: world(rows, rows * context))
     for _ in range(10):
         table.observe(4, 200.0, 0.05)
     for _ in range(40):
@@ -184,7 +184,7 @@ def test_slow_first_passes_are_forgotten() -> None:
 def test_what_the_engine_does_around_the_model_is_learnt_first() -> None:
     """The table is measured on the model alone. With a pass of 0.1 ms that the engine makes 0.4 ms of, drafts
     seemed worth a quarter of what they were, and an answer was over before that was noticed."""
-    table = CostTable.measured(lambda rows, context: world(rows, rows * context) / 10)
+    table = CostTable.measure(lambda rows, context: world(rows, rows * context) / 10)
     for _ in range(12):
         table.observe(4, 200.0, world(4, 200.0) / 10 + 3e-4)
     for rows in (1, 4, 64):

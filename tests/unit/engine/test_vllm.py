@@ -267,7 +267,7 @@ def test_each_publish_has_one_verdict(engine: VllmEngine) -> None:
 
 
 def test_memory_is_lent_to_a_training_step(engine: VllmEngine, server: FakeVllm) -> None:
-    with pytest.raises(ZeroDivisionError), engine.lent():
+    with pytest.raises(ZeroDivisionError), engine.lend_memory():
         assert server.lent == ["/release_kv_cache_memory"] and not server.running.is_set()
         _ = 1 / 0
     assert server.lent == ["/release_kv_cache_memory", "/wake_up"]

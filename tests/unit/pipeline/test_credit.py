@@ -21,7 +21,7 @@ from ostinato.algo.algorithms import algorithm
 from ostinato.model.flops import Work
 from ostinato.pipeline.account import rollout_work
 from ostinato.pipeline.credit import Credit, assign
-from ostinato.pipeline.draft_metrics import CONTEXT, counts, pasts
+from ostinato.pipeline.draft_metrics import CONTEXT, collect_answers, count_drafts
 from ostinato.rollout.health import sampled_tokens
 from ostinato.types import Completion, Group, Prompt, Reward, Stop, Trajectory, Turn
 
@@ -287,7 +287,9 @@ def test_each_turn_is_kept_behind_the_end_of_all_before_it() -> None:
         Turn(context=reply, completion=guessed([4, 5])),
     )
     episode = Trajectory(turns=turns, stop=Stop.EOS, seed=(0,), reward=Reward(value=0.5))
-    kept, num_skipped = pasts([Group(prompt=Prompt(uid="a", text="?"), trajectories=(episode,), step=1)])
+    kept, num_skipped = collect_answers(
+        [Group(prompt=Prompt(uid="a", text="?"), trajectories=(episode,), step=1)]
+    )
     first, second = kept["a"]
     whole = [*prompt, 1, 2, 3, 7, 8]
     assert first.context.tolist() == prompt[-CONTEXT:].tolist() and first.tokens.tolist() == [1, 2, 3]
@@ -299,7 +301,7 @@ def test_each_turn_is_kept_behind_the_end_of_all_before_it() -> None:
 def test_what_cannot_be_searched_by_noise_is_counted_and_left_out() -> None:
     """Another engine gives no edges, and the numbers of a failed answer may be broken."""
     groups = [siblings("a", guessed([1]), guessed([2], edges=None), guessed([3], stop=Stop.ERROR))]
-    kept, num_skipped = pasts(groups)
+    kept, num_skipped = collect_answers(groups)
     assert [past.tokens.tolist() for past in kept["a"]] == [[1]] and num_skipped == 2
 
 
@@ -309,7 +311,7 @@ def test_what_cannot_be_searched_by_noise_is_counted_and_left_out() -> None:
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9), st.integers(0, 9)), max_size=6))
 def test_counts_are_sums_over_answers(sizes: list[tuple[int, int, int]]) -> None:
     answers = [guessed([0] * (p + a), passes=p, drafted=a + wrong, accepted=a) for p, a, wrong in sizes]
-    row = counts([siblings("a", *answers)])
+    row = count_drafts([siblings("a", *answers)])
     passes, accepted, wrong = (sum(size[i] for size in sizes) for i in range(3))
     assert row["tokens/drafted"] == accepted + wrong and row["tokens/accepted"] == accepted
     if passes:

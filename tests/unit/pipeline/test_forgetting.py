@@ -21,7 +21,7 @@ from ostinato.pipeline.forgetting import (
     Question,
     Row,
     State,
-    kept_share,
+    compute_kept_share,
     losses,
     questions_for,
     ratios,
@@ -61,7 +61,7 @@ def test_a_loss_is_a_fair_bet(gains: list[float], tolerance: float) -> None:
     lost = 1 - ratios(gains)
     assert (found >= -1 - 1e-12).all() and (found <= 1).all()
     assert found.mean() <= (lost.mean() - tolerance) / (UNIT * max(tolerance, 0.01)) + 1e-9
-    mean, low, high = kept_share([*gains, 0.0])
+    mean, low, high = compute_kept_share([*gains, 0.0])
     assert 0 <= low <= mean <= high or len(gains) == 0
 
 
@@ -82,7 +82,7 @@ def test_false_alarms_are_rare(kind: str) -> None:
                 gains = np.where((rows[look % slices] + 0.003 * look) % 1 < tolerance, -math.inf, 0.0)
             else:  # all rows lose, by what they are like, and 5 % on average
                 gains = np.log1p(-2 * tolerance * ((rows[look % slices] + 0.1 * look) % 1))
-            state, alarmed = state.seen(losses(gains, tolerance), slices)
+            state, alarmed = state.advance(losses(gains, tolerance), slices)
             alarms += alarmed
             if alarmed:
                 break
@@ -95,7 +95,7 @@ def test_a_pass_bets_on_every_row_once_and_the_passes_share_alpha() -> None:
         assert state.at == 0
         spent += state.bets.alpha
         for _ in range(4):
-            state, _ = state.seen(losses(np.zeros(SLICE), 0.05), 4)
+            state, _ = state.advance(losses(np.zeros(SLICE), 0.05), 4)
     assert spent < ALPHA and state.passed == 200 and state.bets.at == 0
 
 
@@ -103,9 +103,9 @@ def test_a_pass_bets_on_every_row_once_and_the_passes_share_alpha() -> None:
 def test_a_state_survives_json(looks: list[list[float]]) -> None:
     state = again = State()
     for gains in looks:
-        state = state.seen(losses(gains, 0.05), 3)[0]
+        state = state.advance(losses(gains, 0.05), 3)[0]
         again = State.of(json.loads(json.dumps(asdict(again))))
-        again = again.seen(losses(gains, 0.05), 3)[0]
+        again = again.advance(losses(gains, 0.05), 3)[0]
         assert again == state
 
 

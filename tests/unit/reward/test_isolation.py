@@ -18,7 +18,7 @@ import pytest
 from nouns import completion, episode
 
 from ostinato.reward import isolation, worker
-from ostinato.reward.isolation import Mode, clean
+from ostinato.reward.isolation import Mode, drop_secrets
 from ostinato.reward.workers import WorkerGrader
 from ostinato.types import Group, Prompt, Reward
 
@@ -234,8 +234,8 @@ def test_no_folder_is_left_where_the_trainer_was_killed_at_once(tmp_path: Path) 
 
 
 def test_what_cannot_be_prevented_is_named_and_refused_by_strict() -> None:
-    assert isolation.left_open(["namespaces"]) == isolation.left_open(["seccomp", "landlock"]) == []
-    open_files = isolation.left_open(["seccomp"])
+    assert isolation.list_gaps(["namespaces"]) == isolation.list_gaps(["seccomp", "landlock"]) == []
+    open_files = isolation.list_gaps(["seccomp"])
     assert open_files == ["write outside of their temporary folder"]
     isolation.refuse([])
     with pytest.raises(ValueError, match=r'reward.isolation is "strict", but .* write outside .* use "auto"'):
@@ -248,4 +248,4 @@ def test_secrets_are_known_by_their_names_and_by_passwords_in_addresses() -> Non
     secret = ["OPENAI_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "PGPASSWORD", "GITHUB_PAT", "MYSQL_PWD"]
     secret += ["GOOGLE_APPLICATION_CREDENTIALS", "SSH_AUTH_SOCK", "wandb_api_key", "SENTRY_DSN"]
     environ = kept | dict.fromkeys(secret, "x") | {"HTTPS_PROXY": "http://me:word@proxy:3128"}
-    assert clean(environ) == kept
+    assert drop_secrets(environ) == kept

@@ -15,7 +15,7 @@ from reference.fake_engine import FakeEngine, draw, scripted
 
 from ostinato.algo.noise import key, uniform
 from ostinato.algo.pack import Aggregation, aggregation_weights, pack
-from ostinato.pipeline.draft_metrics import counts, pasts
+from ostinato.pipeline.draft_metrics import collect_answers, count_drafts
 from ostinato.rollout.convert import samples
 from ostinato.rollout.health import health, injected_tokens, prefilled_tokens, sampled_tokens
 from ostinato.rollout.interrupt import Interruption
@@ -300,7 +300,7 @@ def test_a_phrase_is_no_past_of_anybody() -> None:
         replace(turn, completion=replace(turn.completion, edges=np.arange(len(turn.completion.tokens)) / 64))
         for turn in played.turns
     )
-    kept, skipped = pasts([group_of(replace(played, turns=turns))])
+    kept, skipped = collect_answers([group_of(replace(played, turns=turns))])
     reported = [
         (WORDS.decode(one.context), WORDS.decode(one.tokens, skip_special=False)) for one in kept["p"]
     ]
@@ -312,7 +312,7 @@ def test_a_phrase_is_no_past_of_anybody() -> None:
     ]
     assert [one.edges.tolist() for one in kept["p"]][1] == [5 / 64, 6 / 64, 7 / 64]
     passed = tuple(replace(t, completion=replace(t.completion, passes=5)) for t in played.turns)
-    assert counts([group_of(replace(played, turns=passed))])["draft/tokens_per_pass"] == 11 / 10
+    assert count_drafts([group_of(replace(played, turns=passed))])["draft/tokens_per_pass"] == 11 / 10
 
 
 def test_health_says_how_many_were_told_and_what_came_of_it() -> None:

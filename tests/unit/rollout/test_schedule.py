@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ostinato.protocols import Job, Worker
-from ostinato.rollout.schedule import Policy, lanes, placement, remaining, tiers
+from ostinato.rollout.schedule import Policy, find_placement, lanes, remaining, tiers
 
 LENGTHS = st.one_of(st.floats(1, 5000), st.just(math.inf))
 
@@ -51,7 +51,7 @@ def teams(draw: st.DrawFn, busy: bool = True) -> list[Worker]:
 @settings(max_examples=50, deadline=None)
 @given(st.sampled_from(Policy), waits(), teams() | teams(busy=False))
 def test_every_answer_is_placed_once_or_waits(policy: Policy, waiting: list[Job], team: list[Worker]) -> None:
-    plan = placement(policy)(waiting, team)
+    plan = find_placement(policy)(waiting, team)
     assert len({job for job, _ in plan}) == len(plan)
     assert {job for job, _ in plan} <= {job.id for job in waiting}
     assert {worker for _, worker in plan} <= {worker.id for worker in team}
@@ -71,7 +71,7 @@ def test_the_order_in_which_workers_and_answers_are_told_changes_nothing(
 ) -> None:
     """Ties go to the lowest id: a pool that lists its workers in another order plans the same. Of two workers
     with nothing to do the one that was listed first had taken over answers of a third."""
-    place = placement(policy)
+    place = find_placement(policy)
     others, shuffled = chance.sample(team, len(team)), chance.sample(waiting, len(waiting))
     assert place(shuffled, others) == place(waiting, team)
 
@@ -83,7 +83,7 @@ def test_equal_workers_are_loaded_alike_whatever_they_are_called(waiting: list[J
         loads = []
         for ids in (range(count), range(50, 50 + count)):
             team = [Worker(id=id, slots=40, pass_s=affine) for id in ids]
-            starts = placement(policy)(waiting, team)
+            starts = find_placement(policy)(waiting, team)
             loads.append(sorted(Counter(worker for _, worker in starts).values()))
         assert loads[0] == loads[1]
 
@@ -92,10 +92,10 @@ def test_a_later_turn_goes_back_to_where_its_prefix_is() -> None:
     team = [Worker(id=id, slots=4) for id in range(3)]
     turn = Job(id=1, step=1, place=0, home=2)
     for policy in (Policy.LEAST_LOADED, Policy.LONGEST_FIRST, Policy.HISTOPIPE):
-        assert placement(policy)([turn], team) == ((1, 2),)
+        assert find_placement(policy)([turn], team) == ((1, 2),)
         full = [*team[:2], replace(team[2], jobs=tuple(Job(id=9 + i, step=1, place=9) for i in range(4)))]
-        assert placement(policy)([turn], full) == ((1, 0),)
-        assert placement(policy)([turn], team[:2]) == ((1, 0),), "its home is lost"
+        assert find_placement(policy)([turn], full) == ((1, 0),)
+        assert find_placement(policy)([turn], team[:2]) == ((1, 0),), "its home is lost"
 
 
 def test_siblings_stay_together_while_others_wait() -> None:
@@ -104,7 +104,7 @@ def test_siblings_stay_together_while_others_wait() -> None:
     team = [Worker(id=id, slots=4) for id in range(2)]
     known = {"prompt": 30, "predicted": 40.0}
     waiting = [Job(id=10 * place + n, step=1, place=place, **known) for place in range(4) for n in range(3)]
-    place = placement("least-loaded")
+    place = find_placement("least-loaded")
     first = place(waiting, team)
     assert first == ((0, 0), (1, 0), (2, 0), (10, 1), (11, 1), (12, 1), (20, 0), (30, 1))
     now = [
@@ -124,7 +124,7 @@ def test_the_longest_are_begun_first_but_no_round_before_an_earlier_one() -> Non
         Job(id=i, step=step, place=i, predicted=tokens)
         for i, (step, tokens) in enumerate([(2, 900.0), (1, 100.0), (1, 300.0), (2, 50.0), (1, 200.0)])
     ]
-    plan = placement("longest-first")(waiting, [Worker(id=0, slots=4)])
+    plan = find_placement("longest-first")(waiting, [Worker(id=0, slots=4)])
     assert [job for job, _ in plan] == [2, 4, 1, 0]
 
 
@@ -166,14 +166,14 @@ def test_who_is_dealt_more_than_it_has_room_for_ends_no_plan() -> None:
     team = [Worker(id=0, slots=2, jobs=full), Worker(id=1, slots=2, jobs=full[:2])]
     waiting = [Job(id=0, step=1, place=9, home=0), Job(id=1, step=1, place=9, generated=3)]
     for policy in (Policy.HISTOPIPE, Policy.LEAST_LOADED, Policy.LONGEST_FIRST):
-        assert placement(policy)(waiting, team) == ()
+        assert find_placement(policy)(waiting, team) == ()
 
 
 def test_a_first_round_of_which_nothing_is_known_is_dealt() -> None:
     """Two ranking groups for two workers, and the search for their tiers had missed one each by rounding."""
     team = [Worker(id=id, slots=16) for id in range(2)]
     waiting = [Job(id=8 * place + n, step=1, place=place) for place in range(24) for n in range(8)]
-    starts = placement("histopipe")(waiting, team)
+    starts = find_placement("histopipe")(waiting, team)
     assert Counter(worker for _, worker in starts) == {0: 96, 1: 96}
 
 
