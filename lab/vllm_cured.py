@@ -6,9 +6,9 @@ so here is a module that does something when it is imported, and nothing else.
 
 from __future__ import annotations
 
-from ostinato.apps.interop.vllm_drafter import cure
+from ostinato.apps.interop.vllm_drafter import correct_verification
 
-cure()
+correct_verification()
 
 
 class Worker:

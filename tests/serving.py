@@ -15,7 +15,7 @@ from ostinato.apps.memory.conversations import Keeping, open_memory
 from ostinato.apps.product.feedback import open_feedback
 from ostinato.apps.serve.app import new_app
 from ostinato.apps.serve.served import Additions, Served, Serving, open_service
-from ostinato.apps.serve.server import HttpServer, address, bound
+from ostinato.apps.serve.server import HttpServer, address, bind
 from ostinato.apps.serve.service import Limits
 
 
@@ -46,11 +46,11 @@ def server(
     with (
         open_service(serving) as served,
         open_feedback(feedback, served.service) as kept,
-        bound("127.0.0.1", 0) as listening,
+        bind("127.0.0.1", 0) as listening,
         contextlib.ExitStack() as stack,
     ):
         url = address(listening)
-        itself = refill.At(f"{url}/v1", key=key)
+        itself = refill.ChatModel(f"{url}/v1", key=key)
         remembered = stack.enter_context(open_memory(memory, served.service.renderer, itself))
         added = Additions(feedback=kept, memory=remembered)
         app = new_app(served.service, key=key, added=added)

@@ -538,12 +538,12 @@ def additions(feedback: str, budget: int, file: Path, refill: str) -> OpenAdditi
     @contextmanager
     def opened(served: Served, address: str, key: str) -> Iterator[Additions]:
         from ostinato.apps.memory.conversations import Keeping, open_memory
-        from ostinato.apps.memory.refill import At
+        from ostinato.apps.memory.refill import ChatModel
         from ostinato.apps.product.feedback import open_feedback
         from ostinato.apps.serve.served import Additions
 
         keeping = Keeping(budget=budget, file=file, refill=refill) if budget else None
-        itself = At(f"{address}/v1", key=key)
+        itself = ChatModel(f"{address}/v1", key=key)
         with (
             open_feedback(feedback, served.service) as store,
             open_memory(keeping, served.service.renderer, itself) as memory,

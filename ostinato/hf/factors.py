@@ -48,7 +48,7 @@ class Site:
         """The name of the module that is called."""
         return self.name if self.experts is None else self.name.rpartition(".")[0]
 
-    def is_meant(self, targets: Sequence[str]) -> bool:
+    def is_targeted(self, targets: Sequence[str]) -> bool:
         """Whether targets of ``AdapterSpec`` name it: its role, or its role and the last part of its name."""
         leaf = self.name.rpartition(".")[2]
         names = {self.role, f"{self.role}.{leaf}", f"{self.role}.{leaf.removesuffix('_proj')}"}
@@ -146,9 +146,9 @@ def init_sites(
 
     Raises ValueError if a target that is no role names no place, or if no place is left.
     """
-    adapted_sites = [site for site in sites if site.is_meant(spec.targets)]
+    adapted_sites = [site for site in sites if site.is_targeted(spec.targets)]
     for target in spec.targets:
-        if target not in ROLES and not any(site.is_meant([target]) for site in sites):
+        if target not in ROLES and not any(site.is_targeted([target]) for site in sites):
             names = sorted({f"{site.role}.{site.name.rpartition('.')[2]}" for site in sites})
             raise ValueError(f"adapter.targets has {target!r}; this model has {', '.join(names)}")
     if not adapted_sites:

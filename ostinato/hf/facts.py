@@ -86,7 +86,7 @@ def _read_number(config: Any, *names: str, default: int) -> int:
     return default
 
 
-def measured(
+def count_flops(
     facts: ModelFacts,
     sites: Sequence[Site],
     adapter: AdapterSpec | None,
@@ -105,7 +105,7 @@ def measured(
         num_used = (site.experts or 1) * share if site.role == "experts" else 1.0
         product = 2.0 * site.inputs * site.outputs * num_used
         parts[_PARTS.get(site.role, Part.EXPERTS)] += Rates(tokens=product)
-        if adapter is not None and site.is_meant(adapter.targets):
+        if adapter is not None and site.is_targeted(adapter.targets):
             rank = (adapter.expert_rank or adapter.rank) if site.role == "experts" else adapter.rank
             factors += 2.0 * rank * (site.inputs + site.outputs) * num_used
     attention = 4.0 * facts.num_heads * facts.head_dim * facts.num_layers

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ostinato.hf.attention import NAME, attention
 from ostinato.hf.factors import PreparedSites, Site, find_sites
-from ostinato.hf.facts import ModelFacts, measured
+from ostinato.hf.facts import ModelFacts, count_flops
 from ostinato.hf.replay import Replay, attach_replay
 from ostinato.hf.routers import UnsupportedRouter
 from ostinato.hf.routes import Routes
@@ -106,7 +106,7 @@ class TransformersModel:
         return self
 
     def flops(self, adapter: AdapterSpec | None, **options: bool) -> FlopModel:
-        return measured(self.config, self.sites, adapter, **options)
+        return count_flops(self.config, self.sites, adapter, **options)
 
     def logits(self, hidden: Tensor, *, ops: Ops = TORCH_OPS) -> Tensor:
         """[R, D] -> [R, V], with the soft cap and the factor of the family."""
@@ -175,10 +175,10 @@ class TransformersModel:
         if self._replay is None or self.config.moe is None:
             return nullcontext()
         if routing is None:
-            return self.recorded()
+            return self.record_routing()
         return self._replay.using(Routes.of(routing.cpu().numpy(), self.config.moe.num_experts))
 
-    def recorded(self) -> AbstractContextManager[Any]:
+    def record_routing(self) -> AbstractContextManager[Any]:
         """Record the choices of routers on a tape; None for a dense model."""
         return nullcontext() if self._replay is None else self._replay.record()
 

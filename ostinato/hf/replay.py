@@ -272,7 +272,7 @@ class Replay:
             raise
         self.clear()
 
-    def armed(self, index: int) -> tuple[Tape | None, bool]:
+    def current_tape(self, index: int) -> tuple[Tape | None, bool]:
         """(current tape for router ``index``, whether this is the second run of checkpointing).
 
         Raises RuntimeError when a forward that ran with routes is run again without them.
@@ -298,7 +298,7 @@ def _make_formula_hook(replay: Replay, index: int) -> Callable[..., Any]:
     def hook(module: nn.Module, args: Any, output: Any) -> Any:
         if module is not site.module:  # a deep copy, such as a reference model, has our hooks too
             return None
-        tape, recomputing = replay.armed(index)
+        tape, recomputing = replay.current_tape(index)
         if tape is None:
             return None
         logits, weights, native = (output[i] for i in slot_indices)
@@ -333,7 +333,7 @@ def _add_swap_hooks(replay: Replay, index: int) -> list[Any]:
     def enter(module: nn.Module, args: Any) -> None:
         if module is not site.module:
             return
-        tape, recomputing = replay.armed(index)
+        tape, recomputing = replay.current_tape(index)
         if tape is None:
             active.append(None)
             return

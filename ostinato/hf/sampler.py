@@ -225,7 +225,7 @@ class TransformersEngine:
         model = self.decoder
         ids, positions, mask = inputs(rows, last=wave.cache is not None)
         ids = ids.to(model.device)
-        with model.using(factors), model.recorded() as tape:
+        with model.using(factors), model.record_routing() as tape:
             out = model.model(
                 input_ids=ids,
                 position_ids=positions.to(model.device),

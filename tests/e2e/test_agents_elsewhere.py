@@ -30,7 +30,7 @@ from ostinato.apps.serve.agent_server import AgentServer
 from ostinato.apps.serve.elsewhere import Place
 from ostinato.apps.serve.proxy import Proxy
 from ostinato.apps.serve.served import Serving, open_service
-from ostinato.apps.serve.server import address, bound
+from ostinato.apps.serve.server import address, bind
 from ostinato.apps.serve.service import Limits
 from ostinato.config import Recipe
 from ostinato.launch.policy import load_policy
@@ -79,7 +79,7 @@ def worker(address: str, agent: Callable[[str, Any], Awaitable[Any]], at_once: i
 def service(play: Callable[[Request], Awaitable[Response]]) -> Iterator[str]:
     """The address of an agent's own service."""
     app = Starlette(routes=[Route("/run", play, methods=["POST"])])
-    with bound("127.0.0.1", 0) as listening:
+    with bind("127.0.0.1", 0) as listening:
         runner = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
         thread = threading.Thread(target=lambda: runner.run(sockets=[listening]), daemon=True)
         thread.start()
@@ -89,7 +89,7 @@ def service(play: Callable[[Request], Awaitable[Response]]) -> Iterator[str]:
 
 
 def fetched(world: World, **options: Any) -> Any:
-    return world.agent(world.server.elsewhere.fetched, queued=True, **options)
+    return world.agent(world.server.elsewhere.wait_for_worker, queued=True, **options)
 
 
 def test_a_worker_elsewhere_plays_the_episodes_of_an_agent_in_the_process(policy: Any) -> None:
@@ -139,7 +139,7 @@ def test_a_service_plays_what_it_is_sent_and_its_faults_have_names(policy: Any) 
         assert refused.status_code == 401
 
         async def sent(base_url: str, row: Any) -> Any:
-            return await world.server.elsewhere.sent(url, base_url, row)
+            return await world.server.elsewhere.send(url, base_url, row)
 
         with started(policy) as inside:
             group = world.play(world.agent(sent))

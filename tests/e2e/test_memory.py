@@ -22,9 +22,9 @@ from serving import server, until
 
 from ostinato.access import STRICT
 from ostinato.apps.memory.conversations import Keeping, open_memory
-from ostinato.apps.memory.refill import At
+from ostinato.apps.memory.refill import ChatModel
 from ostinato.apps.memory.upstream import NAMED, Upstream
-from ostinato.apps.serve.server import HttpServer, address, bound
+from ostinato.apps.serve.server import HttpServer, address, bind
 from ostinato.run import JsonlZst
 
 BUDGET = 500
@@ -136,8 +136,8 @@ def test_another_programs_chat_is_kept_within_the_budget_by_a_proxy(at: ServerAt
     """Without session ids: the messages themselves say which chat goes on. Streams and other paths pass."""
     keeping = Keeping(budget=300, file=tmp_path / "m.sqlite")
     with (
-        open_memory(keeping, None, At("http://127.0.0.1:9")) as kept,
-        bound("127.0.0.1", 0) as listening,
+        open_memory(keeping, None, ChatModel("http://127.0.0.1:9")) as kept,
+        bind("127.0.0.1", 0) as listening,
     ):
         assert kept is not None
         app = Upstream(f"{at.url}/v1", kept).app()

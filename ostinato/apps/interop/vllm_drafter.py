@@ -44,7 +44,7 @@ def prompt_uid(prompt: Sequence[int] | np.ndarray) -> str:
     return blake2b(np.asarray(prompt, np.int32).tobytes(), digest_size=12).hexdigest()
 
 
-def past(
+def make_entry(
     prompt: Sequence[int] | np.ndarray, answer: Sequence[int], reward: float | None = None
 ) -> HistoryEntry:
     """Return a response of another engine, which recorded no intervals, in the form of history."""
@@ -72,7 +72,7 @@ def remember(
     ``history.save(path)`` writes the file that the proposer begins with.
     """
     scores = rewards if rewards is not None else [None] * len(answers)
-    pasts = [past(prompt, answer, score) for answer, score in zip(answers, scores, strict=True)]
+    pasts = [make_entry(prompt, answer, score) for answer, score in zip(answers, scores, strict=True)]
     history.add(prompt_uid(prompt), step, pasts)
 
 
@@ -273,7 +273,9 @@ class RowDrafter:
         if not group.sequences:
             del self._groups[group.uid]
         prompt = np.frombuffer(group.prompt, np.int32)
-        self._learn(group.uid, [past(prompt, self._trim_answer(sequence)) for sequence in ended_sequences])
+        self._learn(
+            group.uid, [make_entry(prompt, self._trim_answer(sequence)) for sequence in ended_sequences]
+        )
 
     def _trim_answer(self, sequence: _Sequence) -> list[int]:
         """Cut the tokens behind a stop token of the last pass, which vLLM discards."""
@@ -382,7 +384,7 @@ class HistoryProposer:
         Raises ValueError where the verification is wrong and could not be corrected.
         """
         if self._on_cpu:
-            cure()
+            correct_verification()
 
     def _learn(self, uid: str, answers: Sequence[HistoryEntry]) -> None:
         """Add a finished round of a prompt to history; rounds are counted on from those in the file."""
@@ -410,7 +412,7 @@ def _stop_tokens(hf_config: Any) -> frozenset[int]:
 _log = logging.getLogger("vllm.ostinato")  # below vLLM's logger, which has a handler there
 
 
-def cure() -> None:
+def correct_verification() -> None:
     """Correct the verification of drafts in a worker of vLLM on CPU, before it serves.
 
     Raises ValueError if it stays wrong.

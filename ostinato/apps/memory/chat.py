@@ -2,8 +2,9 @@
 
     [pinned messages, with "Earlier in this conversation ..." behind them] [the newest messages, verbatim]
 
-``Chat`` is one conversation; it gets all its messages at every request and finds out which are new. ``Words``
-keeps an episode of ``env`` within the budget: a context that is shortened begins a row of its own.
+``Chat`` is one conversation; it gets all its messages at every request and finds out which are new.
+``ShorteningRenderer`` keeps an episode of ``env`` within the budget: a context that is shortened begins a row
+of its own.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Chat:
     state: MemoryState = field(default_factory=MemoryState)
     seen: str = ""  # digest of the messages in the state
 
-    def shortened(self, messages: Sequence[Message], day: str = "") -> list[Message]:
+    def shorten(self, messages: Sequence[Message], day: str = "") -> list[Message]:
         """Return these messages within the budget. Where they do not begin with the messages of the state,
         the memory is made anew, with the pins that it had. Raises ValueError for messages that cannot be
         brought within the budget."""
@@ -57,9 +58,9 @@ class Chat:
         self.state = self._make_memory(messages, head).fit(self.state)  # over the budget after a pin
         return form(self.state, messages, head)
 
-    def renderer(self, renderer: Renders) -> Words:
+    def renderer(self, renderer: Renders) -> ShorteningRenderer:
         """Return a renderer for the episode of this chat."""
-        return Words(renderer, self)
+        return ShorteningRenderer(renderer, self)
 
     def _make_memory(self, messages: Sequence[Message], head: int) -> Memory:
         """Make a memory that measures a state as these messages, less the tokens of a request without
@@ -173,7 +174,7 @@ def chat_sizes(budget: int, recent: int, measure: Callable[[Sequence[Message]], 
     return replace(sizes, slack=0.25)
 
 
-class Words:
+class ShorteningRenderer:
     """A renderer of one episode, whose contexts have the budget of its chat; the messages of the prompt stay.
 
     Counters beside those of the memory: ``memory/rows``, contexts that were shortened.
@@ -192,7 +193,7 @@ class Words:
         if prompt.tools or prompt.template_kwargs:  # their tokens are in every context
             self._chat.budget = self._budget - len(tokens) + len(self._renderer.chat(prompt.messages or ()))
         if prompt.messages:
-            self._chat.shortened(prompt.messages)
+            self._chat.shorten(prompt.messages)
         return tokens
 
     def after_turn(
@@ -213,7 +214,7 @@ class Words:
         self._row = len(context.tokens) if is_new else self._row + len(answer) + len(context)
         if self._row <= self._budget:
             return context
-        short_messages = self._chat.shortened([*messages, *new_messages])
+        short_messages = self._chat.shorten([*messages, *new_messages])
         tokens = self._renderer.chat(short_messages, tools=tools, template_kwargs=template_kwargs)
         self._row = len(tokens)
         self._chat.memory.counters["memory/rows"] += 1

@@ -51,14 +51,14 @@ def serve(
 
     try:
         from ostinato.apps.memory.upstream import FILES, Upstream
-        from ostinato.apps.serve.server import HttpServer, address, bound
+        from ostinato.apps.serve.server import HttpServer, address, bind
     except ModuleNotFoundError as error:
         raise ValueError(
             f'memory serve needs {error.name}; install it: pip install "ostinato[serve]"'
         ) from None
     from ostinato.access import is_loopback
     from ostinato.apps.memory.conversations import Keeping, open_memory
-    from ostinato.apps.memory.refill import At
+    from ostinato.apps.memory.refill import ChatModel
     from ostinato.model.named import model_folder
     from ostinato.render import Renderer
 
@@ -70,7 +70,7 @@ def serve(
         )
     keeping = Keeping(budget=budget, recent=recent, file=file, refill=refill)
     renderer = Renderer(model_folder(tokenizer)) if tokenizer else None
-    with open_memory(keeping, renderer, At(url, model, key)) as chats, bound(host, port) as listening:
+    with open_memory(keeping, renderer, ChatModel(url, model, key)) as chats, bind(host, port) as listening:
         assert chats is not None
         app = Upstream(url, chats, key).app()
         say(f"OpenAI address {address(listening)}/v1 in front of {url}, {budget} tokens (Ctrl-C ends it)")

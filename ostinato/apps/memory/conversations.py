@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ostinato.apps.memory.blocks import Kept
+from ostinato.apps.memory.blocks import InMemoryOriginals
 from ostinato.apps.memory.chat import Chat, Message, chat_sizes
 from ostinato.apps.memory.keep import Memory
-from ostinato.apps.memory.refill import At, ByModel, Refiller
+from ostinato.apps.memory.refill import ByModel, ChatModel, Refiller
 from ostinato.apps.memory.sessions import Sessions
 from ostinato.config.sections import MemorySection
 from ostinato.render import Renderer
@@ -33,7 +33,9 @@ class Keeping:
 
 
 @contextmanager
-def open_memory(keeping: Keeping | None, renderer: Renderer | None, at: At) -> Iterator[Remembered | None]:
+def open_memory(
+    keeping: Keeping | None, renderer: Renderer | None, at: ChatModel
+) -> Iterator[Remembered | None]:
     """Open a memory for the duration of the context; None for None. ``at``: the model that is served. Raises
     ValueError for a budget, a file or a refiller that cannot be used."""
     if keeping is None:
@@ -55,7 +57,7 @@ def open_memory(keeping: Keeping | None, renderer: Renderer | None, at: At) -> I
         )
 
 
-def _make_refiller(name: str, at: At, counters: Counter[str]) -> Refiller | None:
+def _make_refiller(name: str, at: ChatModel, counters: Counter[str]) -> Refiller | None:
     kind, _, folder = name.partition(":")
     if name == "extract":
         return None
@@ -99,7 +101,7 @@ def conversations(section: MemorySection, renderer: Renderer, counters: Counter[
     sizes = chat_sizes(section.budget, section.recent, measure)
 
     def make_chat() -> Chat:
-        memory = Memory(sizes=sizes, count=count, originals=Kept(), counters=counters)
+        memory = Memory(sizes=sizes, count=count, originals=InMemoryOriginals(), counters=counters)
         return Chat(memory=memory, budget=section.budget, measure=measure)
 
     return make_chat

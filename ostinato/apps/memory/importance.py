@@ -56,7 +56,7 @@ def novelty(text: str, others: Iterable[str]) -> float:
     return 1.0 - largest_cosine
 
 
-def spoken_of(blocks: Sequence[Block], text: str) -> set[int]:
+def find_mentioned(blocks: Sequence[Block], text: str) -> set[int]:
     """Return the ids of the blocks that ``text`` speaks of: it has a number of the block, or a name of it
     that at most a quarter of the blocks have."""
     facts_of_blocks = [(block.id, _find_names(block.text), _find_numbers(block.text)) for block in blocks]

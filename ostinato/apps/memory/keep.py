@@ -20,7 +20,7 @@ import numpy as np
 
 from ostinato.apps.memory.blocks import LEVELS, Block, MemoryState, Originals, Turn, line
 from ostinato.apps.memory.facts import absolute, day_of, find_unsupported
-from ostinato.apps.memory.importance import Importance, lexical, score_text, spoken_of
+from ostinato.apps.memory.importance import Importance, find_mentioned, lexical, score_text
 from ostinato.apps.memory.refill import Refiller, extract
 
 COMPRESSIBILITY = 0.3  # tau as a share of the tokens of the original
@@ -146,7 +146,7 @@ class Memory:
     def append(self, state: MemoryState, turn: Turn) -> MemoryState:
         """Append a turn and bring the state within the budget. Raises ValueError for a pin for which there is
         no room, and for a ``count`` that gives no numbers of tokens."""
-        return self.fit(self.joined(state, turn))
+        return self.fit(self.append_blocks(state, turn))
 
     def pin(self, state: MemoryState, id: int) -> MemoryState:
         """Keep the block verbatim from now on. Raises ValueError where it is not in the context, or there is
@@ -184,10 +184,10 @@ class Memory:
 
     # -- steps of a fit
 
-    def joined(self, state: MemoryState, turn: Turn) -> MemoryState:
+    def append_blocks(self, state: MemoryState, turn: Turn) -> MemoryState:
         """Append the pieces of the turn, whatever the budget; blocks that it speaks of count as used."""
         day_of(turn.day)
-        used_ids = spoken_of(state.blocks, turn.text)
+        used_ids = find_mentioned(state.blocks, turn.text)
         old_blocks = [
             replace(block, uses=block.uses + 1, used_at=state.turns) if block.id in used_ids else block
             for block in state.blocks
@@ -241,7 +241,9 @@ class Memory:
                 return set(range(state.next_id - age + 1, state.next_id))
         return {block.id for block in state.blocks}
 
-    def masked(self, state: MemoryState, need: int, keep: frozenset[int] = frozenset()) -> list[Candidate]:
+    def choose_candidates(
+        self, state: MemoryState, need: int, keep: frozenset[int] = frozenset()
+    ) -> list[Candidate]:
         """Choose the blocks that matter least for their length and age, in that order: ``at_once`` of them,
         or as many more as it takes to free ``need`` tokens."""
         window = self.recent(state) | keep
@@ -266,7 +268,7 @@ class Memory:
         no block may be dropped."""
         total = self.measure(state)
         need = total - math.floor(self.sizes.budget * (1 - self.sizes.slack))
-        candidates = self.masked(state, need, keep)
+        candidates = self.choose_candidates(state, need, keep)
         if not candidates:
             raise ValueError(
                 f"count gives {total} tokens for a memory of {len(state.blocks)} blocks that have "

@@ -151,7 +151,7 @@ class ByModel:
 
 
 @dataclass(frozen=True, slots=True)
-class At:
+class ChatModel:
     """The chat model at ``url`` (".../v1"); ``key`` is sent where there is one."""
 
     url: str

@@ -51,7 +51,7 @@ class Remembered:
             "memory", "Blocks rewritten and gone, refills refused, tokens read and written", COUNTED, read
         )
 
-    async def shortened(
+    async def shorten(
         self,
         session: str,
         messages: Sequence[Message],
@@ -71,7 +71,7 @@ class Remembered:
         if session_row := self.sessions.load(name):
             chat.state, chat.seen = session_row
         try:
-            short_messages = chat.shortened(messages, day=datetime.now(UTC).date().isoformat())
+            short_messages = chat.shorten(messages, day=datetime.now(UTC).date().isoformat())
         except ValueError as error:
             raise ApiError(str(error), param="messages", code="memory_budget") from error
         self.sessions.save(name, chat.seen, chat.state)
@@ -96,7 +96,7 @@ class Remembered:
             )
         state, _ = session_row
         rows = [(block, True) for block in state.blocks] + [
-            (block, False) for block in self.sessions.gone(name, state)
+            (block, False) for block in self.sessions.list_gone(name, state)
         ]
         keys = ("id", "turn", "speaker", "day", "level", "tokens", "whole", "pinned", "uses", "text")
         blocks = [

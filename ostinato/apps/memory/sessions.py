@@ -76,7 +76,7 @@ class Sessions:
         row = {"name": name, "seen": seen, "state": json.dumps(state.to_json())}
         self._db.put(SESSIONS, row, ["seen", "state"])
 
-    def gone(self, name: str, state: MemoryState, most: int = 200) -> list[Block]:
+    def list_gone(self, name: str, state: MemoryState, most: int = 200) -> list[Block]:
         """Return the blocks of a session that are not in its context, the newest first."""
         query = sa.select(BLOCKS.c.fields).where(BLOCKS.c.name == name, BLOCKS.c.id < state.next_id)
         rows = self._db.rows(query.order_by(BLOCKS.c.id.desc()).limit(most + len(state.blocks)))

@@ -43,7 +43,7 @@ class Upstream:
             raise ApiError("messages is no list of messages with roles", param="messages")
         metadata = body.get("metadata")
         session = metadata.get("session_id") if isinstance(metadata, dict) else ""
-        name, body["messages"] = await self._remembered.shortened(str(session or ""), messages)
+        name, body["messages"] = await self._remembered.shorten(str(session or ""), messages)
         return await self._forward(request, "/chat/completions", json.dumps(body).encode(), {NAMED: name})
 
     async def other(self, request: Request) -> Response:

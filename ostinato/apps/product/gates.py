@@ -115,16 +115,20 @@ def _index_clusters(clusters: Sequence[str] | None, n: int) -> np.ndarray:
 
 
 def not_worse(
-    name: str, found: tuple[float, float, int], margin: float, fewest: int, what: str = "the current one"
+    name: str,
+    difference: tuple[float, float, int],
+    margin: float,
+    fewest: int,
+    reference_name: str = "the current one",
 ) -> Gate:
     """A gate that passes where the difference of ``compare_pairs`` is above -margin with a confidence of
     95 %. It fails with fewer than ``fewest`` clusters."""
-    gap, error, cluster_count = found
+    gap, error, cluster_count = difference
     low, high = gap - Z95 * error, gap + Z95 * error
     figures = {"gap": gap, "low": low, "high": high, "clusters": float(cluster_count)}
     if cluster_count < fewest:
         return Gate(name, False, f"{cluster_count} users or rows, fewer than {fewest}: measure more", figures)
-    sentence = f"{gap:+.3f} to {what} ({low:+.3f} to {high:+.3f}; at least {-margin:+g} is needed)"
+    sentence = f"{gap:+.3f} to {reference_name} ({low:+.3f} to {high:+.3f}; at least {-margin:+g} is needed)"
     return Gate(name, low >= -margin - 1e-12, sentence, figures)
 
 

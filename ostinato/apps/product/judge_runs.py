@@ -244,7 +244,7 @@ def _set_source(recipe: Recipe, folder: Path) -> Recipe:
 # ---- how good it is
 
 
-def figures(found: Sequence[Compared]) -> dict[str, Any]:
+def figures(comparisons: Sequence[Compared]) -> dict[str, Any]:
     """Accuracy and calibration of a judge, from pairs whose first answer is the better one; shares have 95 %
     Wilson intervals.
 
@@ -253,11 +253,11 @@ def figures(found: Sequence[Compared]) -> dict[str, Any]:
     answer that stood first. ``ece``: calibration error of the calibrated probabilities over both orders;
     ``temperature`` would calibrate these further.
     """
-    n = len(found)
-    tally = judging.tally([(pair.ab, pair.ba) for pair in found], [Choice.A] * n)
+    n = len(comparisons)
+    tally = judging.tally([(pair.ab, pair.ba) for pair in comparisons], [Choice.A] * n)
     shares = {
-        "accuracy_ab": sum(pair.ab is Choice.A for pair in found) / n,
-        "accuracy_ba": sum(pair.ba is Choice.B for pair in found) / n,
+        "accuracy_ab": sum(pair.ab is Choice.A for pair in comparisons) / n,
+        "accuracy_ba": sum(pair.ba is Choice.B for pair in comparisons) / n,
         "accuracy": tally.accuracy,
         "consistency": tally.consistency,
         "unreadable": tally.counts.get(Choice.UNREADABLE, 0) / n,
@@ -265,7 +265,7 @@ def figures(found: Sequence[Compared]) -> dict[str, Any]:
     }
     row: dict[str, Any] = {"pairs": n}
     row |= {name: {"value": share, "interval": wilson(share, 0.0, n)} for name, share in shares.items()}
-    log_odds = np.array([pair.log_odds for pair in found if pair.log_odds is not None])
+    log_odds = np.array([pair.log_odds for pair in comparisons if pair.log_odds is not None])
     labels = np.ones(len(log_odds))
     row |= {"first": tally.first, "with_probability": len(log_odds)}
     if len(log_odds):

@@ -82,26 +82,26 @@ class Decision:
         return asdict(self)
 
 
-def advance(at: Position, found: Finding) -> tuple[Position, str]:
+def advance(at: Position, finding: Finding) -> tuple[Position, str]:
     """Return (the next position, the decision in words).
 
     Raises ValueError for a finding that its stage cannot have: a candidate without a revision, an alarm
     outside the policy's training.
     """
-    if found.verdict is Verdict.ALARM and at.stage is not Stage.POLICY:
+    if finding.verdict is Verdict.ALARM and at.stage is not Stage.POLICY:
         raise ValueError(f"an alarm at stage {at.stage}; only the training of a policy has detectors")
-    if at.stage in (Stage.JUDGE, Stage.POLICY) and found.verdict is Verdict.PASSED and not found.revision:
+    if at.stage in (Stage.JUDGE, Stage.POLICY) and finding.verdict is Verdict.PASSED and not finding.revision:
         raise ValueError(f"stage {at.stage} passed without a revision; give the hash of its adapter")
-    if found.verdict is not Verdict.PASSED:
-        return _return_to_collect(at, found)
+    if finding.verdict is not Verdict.PASSED:
+        return _return_to_collect(at, finding)
     target = replace(at, stage=ORDER[(ORDER.index(at.stage) + 1) % len(ORDER)])
     match at.stage:
         case Stage.COLLECT:
             return replace(target, round=at.round + 1, candidate="", cleared=""), "window complete"
         case Stage.FREEZE:
-            return replace(target, frozen=max(found.frozen, at.frozen)), "window frozen"
+            return replace(target, frozen=max(finding.frozen, at.frozen)), "window frozen"
         case Stage.JUDGE | Stage.POLICY:
-            return replace(target, candidate=found.revision, cleared=""), f"{at.stage} candidate trained"
+            return replace(target, candidate=finding.revision, cleared=""), f"{at.stage} candidate trained"
         case Stage.POLICY_GATES:
             return replace(target, cleared=at.candidate), "candidate cleared by its gates"
     if not at.candidate or (at.stage is Stage.CANARY and at.cleared != at.candidate):

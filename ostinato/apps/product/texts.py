@@ -14,16 +14,20 @@ def words(text: str) -> list[str]:
     return _WORD.findall(text)
 
 
-def distance(one: list[str], other: list[str]) -> int:
+def distance(first_words: list[str], second_words: list[str]) -> int:
     """Levenshtein distance: the fewest words inserted, deleted or replaced. O(n m) in what lies between the
     first and the last difference, a row at a time."""
-    head = _count_shared(one, other)
-    one, other = one[head:], other[head:]
-    tail = _count_shared(one[::-1], other[::-1])
-    one, other = one[: len(one) - tail], other[: len(other) - tail]
+    head = _count_shared(first_words, second_words)
+    first_words, second_words = first_words[head:], second_words[head:]
+    tail = _count_shared(first_words[::-1], second_words[::-1])
+    first_words, second_words = (
+        first_words[: len(first_words) - tail],
+        second_words[: len(second_words) - tail],
+    )
     codes: dict[str, int] = {}
     a, b = (
-        np.array([codes.setdefault(word, len(codes)) for word in text], np.int64) for text in (one, other)
+        np.array([codes.setdefault(word, len(codes)) for word in text], np.int64)
+        for text in (first_words, second_words)
     )
     steps = np.arange(len(b) + 1)
     row = steps.copy()

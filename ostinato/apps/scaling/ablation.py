@@ -277,16 +277,16 @@ def _take_logs(run_posterior: Posterior) -> Draws:
     return {"A": run_posterior.A, "B": np.log(run_posterior.B), "C_mid": np.log(run_posterior.C_mid)}
 
 
-def at_ceiling(known: Posterior, A: float) -> dict[str, np.ndarray]:
+def at_ceiling(posterior: Posterior, A: float) -> dict[str, np.ndarray]:
     """Draws of ln B and ln C_mid given the ceiling ``A``: slopes compare at an equal ceiling only (appendix
     A.6). By regression on A among the draws, which is exact for a normal posterior and close for an
     identified curve. Errors of the measured R0 remain."""
-    own_draws, deviation = _take_logs(known), known.A - known.A.mean()
+    own_draws, deviation = _take_logs(posterior), posterior.A - posterior.A.mean()
     variance = float(deviation @ deviation)
-    conditional_draws = {"A": np.full_like(known.A, A)}
+    conditional_draws = {"A": np.full_like(posterior.A, A)}
     for name in ("B", "C_mid"):
         slope = float(deviation @ own_draws[name]) / variance if variance else 0.0
-        conditional_draws[name] = own_draws[name] - slope * (known.A - A)
+        conditional_draws[name] = own_draws[name] - slope * (posterior.A - A)
     return conditional_draws
 
 

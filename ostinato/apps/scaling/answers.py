@@ -61,7 +61,7 @@ def _as_dict(interval: Interval | None) -> dict[str, float] | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Known:
+class CurveEstimate:
     """A window, its posterior, and which of its figures may be reported."""
 
     window: Window
@@ -69,7 +69,7 @@ class Known:
     assessment: Assessment
 
     @classmethod
-    def of(cls, window: Window) -> Known:
+    def of(cls, window: Window) -> CurveEstimate:
         """Compute the posterior of a window. Raises ValueError for fewer than 3 evaluations."""
         window_posterior = posterior(window.fitted)
         return cls(window=window, posterior=window_posterior, assessment=assess(window_posterior))
@@ -131,7 +131,7 @@ class Known:
 
 def fit(window: Window) -> Answer:
     """Answer with the curve, the interval of its ceiling, and whether a line would have predicted better."""
-    estimate = Known.of(window)
+    estimate = CurveEstimate.of(window)
     least_fit, rival_sentence = estimate.posterior.fit, estimate.rival()
     unknown = () if estimate.assessment.steep else ("B", "C_mid")
     curve = {
@@ -145,7 +145,7 @@ def fit(window: Window) -> Answer:
     )
 
 
-def _build_parameter_table(estimate: Known, least_squares: Mapping[str, float | None]) -> Table:
+def _build_parameter_table(estimate: CurveEstimate, least_squares: Mapping[str, float | None]) -> Table:
     """Build the table of A, B, C_mid and R0; ``least_squares``: the values of the least-squares curve."""
     series, intervals = estimate.posterior.series, estimate.parameters()
     kinds = {
@@ -173,7 +173,7 @@ def forecasts(window: Window, at: Sequence[float], targets: Sequence[float]) -> 
     for target in targets:
         if not 0 < target < 1:
             raise ValueError(f"--target is {target:g}; use a score between 0 and 1")
-    estimate = Known.of(window)
+    estimate = CurveEstimate.of(window)
     scores = [forecast(estimate.posterior, C) for C in at]
     reaches = [reach(estimate.posterior, T) for T in targets]
     now, unit, rival_sentence = float(window.fitted.compute[-1]), window.unit, estimate.rival()
@@ -224,7 +224,7 @@ def forecasts(window: Window, at: Sequence[float], targets: Sequence[float]) -> 
 
 def judge(window: Window, terms: Terms) -> Answer:
     """Answer whether to go on or to stop, or that it is undecided; the exit code tells which."""
-    estimate = Known.of(window)
+    estimate = CurveEstimate.of(window)
     decision = decide(estimate.posterior, terms)
     remaining = terms.budget - float(window.fitted.compute[-1])
     least, price = f"{terms.min_gain:.3f}", f"{terms.price * remaining:.3f}"

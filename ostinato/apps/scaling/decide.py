@@ -28,11 +28,13 @@ class Forecast:
     measured: Interval | None
 
 
-def forecast(known: Posterior, C: float) -> Forecast:
+def forecast(posterior: Posterior, C: float) -> Forecast:
     """Forecast R(C)."""
-    assessment = assess(known)
-    evaluations = known.measured(np.array([C]))[:, 0]
-    return Forecast(compute=C, score=assessment.shown(known.score(C)), measured=assessment.shown(evaluations))
+    assessment = assess(posterior)
+    evaluations = posterior.measured(np.array([C]))[:, 0]
+    return Forecast(
+        compute=C, score=assessment.shown(posterior.score(C)), measured=assessment.shown(evaluations)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,11 +47,13 @@ class Reach:
     compute: Interval | None
 
 
-def reach(known: Posterior, T: float) -> Reach:
+def reach(posterior: Posterior, T: float) -> Reach:
     """Return P(A > T) and quantiles of C(T)."""
-    if assess(known).standing is Standing.NOT_IDENTIFIED:
+    if assess(posterior).standing is Standing.NOT_IDENTIFIED:
         return Reach(target=T, probability=None, compute=None)
-    return Reach(target=T, probability=float(np.mean(known.A > T)), compute=interval(known.compute_for(T)))
+    return Reach(
+        target=T, probability=float(np.mean(posterior.A > T)), compute=interval(posterior.compute_for(T))
+    )
 
 
 class Action(StrEnum):
@@ -84,21 +88,21 @@ class Terms:
         return max(self.min_gain, self.price * (self.budget - since))
 
 
-def decide(known: Posterior, terms: Terms) -> Decision:
+def decide(posterior: Posterior, terms: Terms) -> Decision:
     """Decide whether the rest of the budget is worth its compute.
 
     A curve that is not identified gives no decision, and a run is not stopped where a line that predicted it
     better predicts the gain. Raises ValueError for a budget that is spent.
     """
-    now = float(known.series.compute[-1])
+    now = float(posterior.series.compute[-1])
     if not terms.budget > now:
         raise ValueError(
             f"budget is {terms.budget:g} and {now:g} of it are spent; use the compute of the whole run"
         )
-    assessment = assess(known)
+    assessment = assess(posterior)
     is_identified = assessment.standing is not Standing.NOT_IDENTIFIED
-    gain = None if assessment.silent else _forecast_gain(known, terms)
-    action, line = verdict(known, terms), rival(known.series) if is_identified else None
+    gain = None if assessment.silent else _forecast_gain(posterior, terms)
+    action, line = verdict(posterior, terms), rival(posterior.series) if is_identified else None
     line_gain = 0.0 if line is None else line.gain(now, terms.budget)
     is_disputed = action is Action.STOP and line_gain >= terms.least(now)
     reason = (
@@ -113,11 +117,11 @@ def decide(known: Posterior, terms: Terms) -> Decision:
     )
 
 
-def verdict(known: Posterior, terms: Terms) -> Action:
+def verdict(posterior: Posterior, terms: Terms) -> Action:
     """Decide by the posterior alone about the rest of the budget."""
-    if assess(known).standing is Standing.NOT_IDENTIFIED:
+    if assess(posterior).standing is Standing.NOT_IDENTIFIED:
         return Action.UNDECIDED
-    gain, least = _forecast_gain(known, terms), terms.least(float(known.series.compute[-1]))
+    gain, least = _forecast_gain(posterior, terms), terms.least(float(posterior.series.compute[-1]))
     if gain.high < least:
         return Action.STOP
     return Action.CONTINUE if gain.low > least else Action.UNDECIDED

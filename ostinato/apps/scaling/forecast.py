@@ -43,7 +43,7 @@ def new_forecaster(
 ) -> Callable[[int], bool] | None:
     """Return the function for ``Observer.should_stop``, which tells after each score of the main set whether
     the run ends because its rest is not worth its compute. It is always False without ``forecast.stop``; see
-    ``goes_on``. None where a run is not scored before and while it trains.
+    ``find_objection``. None where a run is not scored before and while it trains.
 
     ``writers`` get forecast/*. The log gets one line as soon as there are enough evaluations for a curve, or,
     once, the reason why there is no curve.
@@ -56,7 +56,7 @@ def new_forecaster(
         row = json.loads(to_json(look(recipe, run, step)))  # as it is read back from the file
         earlier_rows = list(run.forecast.rows())
         wants_stop = terms.stop and row["verdict"] == Action.STOP
-        objection = goes_on(row, earlier_rows) if wants_stop else ""
+        objection = find_objection(row, earlier_rows) if wants_stop else ""
         if row not in earlier_rows:  # a resumed run computes its last row again
             run.forecast.append(row)
             for writer in writers:
@@ -73,7 +73,7 @@ def new_forecaster(
     return should_stop
 
 
-def goes_on(row: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]]) -> str:
+def find_objection(row: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]]) -> str:
     """Return the reason why a run goes on although ``row`` says that its rest is not worth it; empty where it
     ends.
 

@@ -87,11 +87,13 @@ class Assessment:
         return self.standing in REPORTED and UNSTEEP.isdisjoint(self.flags)
 
 
-def assess(known: Posterior) -> Assessment:
+def assess(posterior: Posterior) -> Assessment:
     """Assess whether the curve may be forecast."""
-    flags = tuple(_find_flags(known.series, known.fit)) + (() if _is_steep(known) else (Flag.B_UNKNOWN,))
-    ratios = interval(known.series.compute[-1] / known.C_mid)
-    A: Interval | None = interval(known.A)
+    flags = tuple(_find_flags(posterior.series, posterior.fit)) + (
+        () if _is_steep(posterior) else (Flag.B_UNKNOWN,)
+    )
+    ratios = interval(posterior.series.compute[-1] / posterior.C_mid)
+    A: Interval | None = interval(posterior.A)
     standing, reason = _decide_standing(flags, ratios, A.width)
     if not SILENCING.isdisjoint(flags):
         A = None

@@ -21,12 +21,12 @@ from starlette.routing import Route
 
 from ostinato.apps.serve.anthropic_messages import MessagesBody, error_body, message
 from ostinato.apps.serve.anthropic_messages import events as message_events
-from ostinato.apps.serve.bodies import ChatBody, parsed
+from ostinato.apps.serve.bodies import ChatBody, parse_body
 from ostinato.apps.serve.calls import Answer, ApiError, Call, Message, Piece, ToolCall, Usage
 from ostinato.apps.serve.elsewhere import MODEL, Elsewhere, Place, id_of, number
 from ostinato.apps.serve.openai_chat import Shape
 from ostinato.apps.serve.openai_responses import ResponsesBody, ResponseShape
-from ostinato.apps.serve.server import HttpServer, address, bound, guarded, read_body, unless_gone
+from ostinato.apps.serve.server import HttpServer, address, bind, guard, read_body, run_while_connected
 from ostinato.apps.serve.toolcalls import CallForm, for_equals, read_calls, read_equals
 from ostinato.inputs import parse_json
 from ostinato.render import Renderer
@@ -98,7 +98,7 @@ class AgentServer:
         self._episodes: dict[str, Episode] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._num_ids, self._has_warned = 0, False
-        self._listening = bound(place.host, place.port)
+        self._listening = bind(place.host, place.port)
         self.address = place.address.rstrip("/") or address(self._listening)
         self._loop = asyncio.new_event_loop()
         options: dict[str, Any] = {"idle_s": IDLE_S, "log_level": "error", "lifespan": "off"}
@@ -204,12 +204,10 @@ class AgentServer:
         }
         key = self._place.key
         routes = [
-            Route("/rollout/{id}" + path, guarded(handler, key, _make_refusal(path)), methods=["POST"])
+            Route("/rollout/{id}" + path, guard(handler, key, _make_refusal(path)), methods=["POST"])
             for path, handler in handlers.items()
         ]
-        fetch = Route(
-            "/rollouts/next", guarded(self.elsewhere.next, key, _make_refusal("")), methods=["POST"]
-        )
+        fetch = Route("/rollouts/next", guard(self.elsewhere.next, key, _make_refusal("")), methods=["POST"])
         return Starlette(routes=[*routes, fetch])
 
     def has(self, id_: str) -> bool:
@@ -258,13 +256,13 @@ class AgentServer:
         waiting, episode = Waiting(call), self._find_episode(request)
         episode.put(waiting)
         try:
-            return await unless_gone(request, waiting.answer())
+            return await run_while_connected(request, waiting.answer())
         except ClientDisconnect:
             episode.leave(waiting)
             raise
 
     async def _handle_chat(self, request: Request) -> Response:
-        body = parsed(ChatBody, await read_body(request))
+        body = parse_body(ChatBody, await read_body(request))
         call = body.to_call()
         answer = await self._answer(request, call)
         shape = Shape(
@@ -281,7 +279,7 @@ class AgentServer:
         return JSONResponse(shape.whole([answer], Usage.of([answer])))
 
     async def _handle_responses(self, request: Request) -> Response:
-        body = parsed(ResponsesBody, await read_body(request))
+        body = parse_body(ResponsesBody, await read_body(request))
         call = body.to_call()
         answer = await self._answer(request, call)
         shape = ResponseShape(id="rollout", model=MODEL, renderer=self.renderer, call=call, body=body)
@@ -290,7 +288,7 @@ class AgentServer:
         return JSONResponse(shape.whole([answer]))
 
     async def _handle_messages(self, request: Request) -> Response:
-        body = parsed(MessagesBody, await read_body(request))
+        body = parse_body(MessagesBody, await read_body(request))
         answer = await self._answer(request, body.to_call())
         if body.stream:
             return await _stream_answer(answer, lambda parts: message_events("rollout", MODEL, parts))

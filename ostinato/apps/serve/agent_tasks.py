@@ -31,9 +31,9 @@ class ServedTasks:
     ) -> Callable[[Prompt], Env]:
         """Return a function that makes the episode of a prompt."""
         if task.agent == REMOTE:
-            agent = self._server.elsewhere.fetched
+            agent = self._server.elsewhere.wait_for_worker
         elif task.agent_url:
-            agent = partial(self._server.elsewhere.sent, task.agent_url)
+            agent = partial(self._server.elsewhere.send, task.agent_url)
         else:
             agent = agent_of(task.agent, task.agent_command, task.env_params)
 

@@ -83,7 +83,7 @@ class ChatMemory(Protocol):
     pinned: int | None
     measure: Callable[[Sequence[Message]], int]
 
-    def shortened(self, messages: Sequence[Message]) -> list[Message]: ...
+    def shorten(self, messages: Sequence[Message]) -> list[Message]: ...
 
 
 class AgentEpisode:
@@ -223,7 +223,7 @@ class AgentEpisode:
             user_counts = (k for k, message in enumerate(messages, 1) if message["role"] == "user")
             self._memory.pinned = next(user_counts, None)  # and all messages before it
             self._memory.measure = partial(self._server.measure, tools=call.tools)
-            messages = self._memory.shortened(messages)
+            messages = self._memory.shorten(messages)
             self._counters["memory/rows"] += [*messages] != [*call.messages]
         chat, template_tools = self._server.for_template(messages, call.tools)
         self._chat, self._history, self._rendered_tools = list(chat), [*call.messages], template_tools

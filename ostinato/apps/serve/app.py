@@ -36,12 +36,12 @@ from ostinato.apps.serve.bodies import (
     Lenient,
     Sampled,
     check_body,
-    parsed,
+    parse_body,
 )
 from ostinato.apps.serve.calls import Answer, ApiError, Asker, Call, Piece, Usage
 from ostinato.apps.serve.openai_chat import GenerateBody, Shape, generation, sse
 from ostinato.apps.serve.served import NO_ADDITIONS, Additions
-from ostinato.apps.serve.server import Handler, guarded, read_body, unless_gone
+from ostinato.apps.serve.server import Handler, guard, read_body, run_while_connected
 from ostinato.apps.serve.service import Model, Service
 
 Parts = AsyncGenerator[tuple[int, Piece | Answer], None]
@@ -49,7 +49,7 @@ PAGE = Path(__file__).parent / "page.html"
 SCRIPT = '<script src="feedback.js"></script>'
 
 
-class Door:
+class Handlers:
     """The handlers of one service. ``key``: the API key that clients must send; empty: none."""
 
     def __init__(self, service: Service, key: str = "", added: Additions = NO_ADDITIONS) -> None:
@@ -59,11 +59,11 @@ class Door:
     # ---- dialects
 
     async def chat(self, request: Request) -> Response:
-        body = parsed(ChatBody, await self._read_body(request))
+        body = parse_body(ChatBody, await self._read_body(request))
         return await self._answer_openai(request, body, [body.to_call()], chat=True)
 
     async def completions(self, request: Request) -> Response:
-        body = parsed(CompletionBody, await self._read_body(request))
+        body = parse_body(CompletionBody, await self._read_body(request))
         self._service.check_room(body.num_answers)
         return await self._answer_openai(request, body, body.to_calls(), chat=False)
 
@@ -93,7 +93,7 @@ class Door:
         return JSONResponse(shape.whole(sorted_answers, _sum_usage(calls, answers), scores))
 
     async def responses(self, request: Request) -> Response:
-        body = parsed(openai_responses.ResponsesBody, await self._read_body(request))
+        body = parse_body(openai_responses.ResponsesBody, await self._read_body(request))
         call, id_ = await self._assign_model(body.to_call(), body), _make_id("resp")
         model, renderer = self._service.model(call.model), self._service.renderer
         shape = openai_responses.ResponseShape(
@@ -107,14 +107,14 @@ class Door:
 
     async def generate(self, request: Request) -> Response:
         """Answer vLLM's request: token ids in, token ids and log-probabilities out."""
-        body = parsed(GenerateBody, await self._read_body(request))
+        body = parse_body(GenerateBody, await self._read_body(request))
         call, id_ = await self._assign_model(body.to_call(), body), _make_id("gen")
         parts = await self._run_calls([call], self._service.model(call.model), id_, body)
         answers = await _collect(request, parts)
         return JSONResponse(generation(id_, call, [answers[index] for index in sorted(answers)]))
 
     async def messages(self, request: Request) -> Response:
-        body = parsed(anthropic_messages.MessagesBody, await self._read_body(request))
+        body = parse_body(anthropic_messages.MessagesBody, await self._read_body(request))
         call, id_ = await self._assign_model(body.to_call(), body), secrets.token_hex(12)
         model = self._service.model(call.model)
         parts = await self._run_calls([call], model, f"msg_{id_}", body)
@@ -124,7 +124,7 @@ class Door:
         return JSONResponse(anthropic_messages.message(id_, model.name, [answers[0]]))
 
     async def count_tokens(self, request: Request) -> Response:
-        body = parsed(anthropic_messages.MessagesBody, await self._read_body(request))
+        body = parse_body(anthropic_messages.MessagesBody, await self._read_body(request))
         return JSONResponse({"input_tokens": len(await self._service.tokens(body.to_call()))})
 
     async def _assign_model(self, call: Call, body: Lenient) -> Call:
@@ -133,9 +133,9 @@ class Door:
         if self._memory is not None and asker.session and call.messages:
             tools = () if call.tool_choice == "none" else call.tools
             measure = partial(self._service.measure, tools=tools)
-            _, messages = await self._memory.shortened(asker.session, call.messages, measure)
+            _, messages = await self._memory.shorten(asker.session, call.messages, measure)
             call = replace(call, messages=tuple(messages))
-        return self._service.assigned(replace(call, salt=asker.salt), asker.user)
+        return self._service.assign(replace(call, salt=asker.salt), asker.user)
 
     async def memory(self, request: Request) -> Response:
         assert self._memory is not None
@@ -189,21 +189,21 @@ class Door:
 
     async def tokenize(self, request: Request) -> Response:
         """Answer vLLM's request: tokenize a text, or messages with the chat template."""
-        body = parsed(_Tokenize, await self._read_body(request))
+        body = parse_body(_Tokenize, await self._read_body(request))
         if body.messages is not None:
             chat = {"messages": body.messages, **(body.model_extra or {})}
             tokens = await self._service.tokens(check_body(ChatBody, chat).to_call())
         else:
-            tokens = await self._service.encoded(body.prompt)
+            tokens = await self._service.encode(body.prompt)
         limit = self._service.limits.context
         return JSONResponse({"tokens": tokens.tolist(), "count": len(tokens), "max_model_len": limit})
 
     async def detokenize(self, request: Request) -> Response:
-        body = parsed(_Detokenize, await self._read_body(request))
+        body = parse_body(_Detokenize, await self._read_body(request))
         top = self._service.limits.vocab_size
         if any(not 0 <= token < top for token in body.tokens):
             raise ApiError(f"tokens holds an id outside 0 to {top - 1}", param="tokens")
-        return JSONResponse({"prompt": await self._service.decoded(body.tokens)})
+        return JSONResponse({"prompt": await self._service.decode(body.tokens)})
 
     async def feedback(self, request: Request) -> Response:
         assert self._feedback is not None
@@ -237,10 +237,10 @@ class Door:
 
     # ---- helpers of all routes
 
-    def guarded(self, handler: Handler, path: str, dialect: str = "openai") -> Handler:
+    def guard(self, handler: Handler, path: str, dialect: str = "openai") -> Handler:
         """Wrap ``handler``: check the key, write errors in the dialect's format, and count the request."""
         guarded_handler, metrics = (
-            guarded(handler, self._key, partial(_make_refusal, dialect=dialect)),
+            guard(handler, self._key, partial(_make_refusal, dialect=dialect)),
             self._service.metrics,
         )
 
@@ -321,7 +321,7 @@ async def _collect(request: Request, parts: Parts) -> dict[int, Answer]:
         async with aclosing(parts):
             return {index: part async for index, part in parts if isinstance(part, Answer)}
 
-    return await unless_gone(request, collect())
+    return await run_while_connected(request, collect())
 
 
 async def _merge_events(streams: list[Parts]) -> Parts:
@@ -373,37 +373,41 @@ def new_app(
 ) -> Starlette:
     """Make the application. ``key``: the API key that clients must send; ``lifespan``: a context that is open
     while the application runs, in its event loop."""
-    door, feedback, memory = Door(service, key, added), added.feedback, added.memory
+    handlers, feedback, memory = Handlers(service, key, added), added.feedback, added.memory
     if memory is not None:
         memory.show(service.metrics)
 
     def route(path: str, handler: Handler, method: str = "POST", dialect: str = "openai") -> Route:
-        return Route(path, door.guarded(handler, path, dialect), methods=[method])
+        return Route(path, handlers.guard(handler, path, dialect), methods=[method])
 
     async def handle_failure(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         sentence = f"{request.method} {request.url.path}: {error.detail}"
         return _make_refusal(ApiError(sentence, status=error.status_code), "openai")
 
-    feedback_routes = [route("/feedback", door.feedback), Route("/feedback.js", door.script)]
-    events = door.guarded(door.feedback, "/feedback")
+    feedback_routes = [route("/feedback", handlers.feedback), Route("/feedback.js", handlers.script)]
+    events = handlers.guard(handlers.feedback, "/feedback")
     return Starlette(
         routes=[
             *(feedback_routes if feedback is not None else ()),
-            route("/v1/chat/completions", door.chat),
-            route("/v1/completions", door.completions),
-            route("/v1/responses", door.responses),
-            route("/v1/messages", door.messages, dialect="anthropic"),
-            route("/v1/messages/count_tokens", door.count_tokens, dialect="anthropic"),
-            route("/v1/models", door.models, "GET"),
-            route("/v1/models/{name:path}", door.model, "GET"),
-            route("/inference/v1/generate", door.generate),
-            route("/tokenize", door.tokenize),
-            route("/detokenize", door.detokenize),
-            *([route("/v1/memory/{name:path}", door.memory, m) for m in ("GET", "POST")] if memory else []),
-            Route("/metrics", door.metrics),
-            Route("/health", door.health),
-            Route("/", door.page),
+            route("/v1/chat/completions", handlers.chat),
+            route("/v1/completions", handlers.completions),
+            route("/v1/responses", handlers.responses),
+            route("/v1/messages", handlers.messages, dialect="anthropic"),
+            route("/v1/messages/count_tokens", handlers.count_tokens, dialect="anthropic"),
+            route("/v1/models", handlers.models, "GET"),
+            route("/v1/models/{name:path}", handlers.model, "GET"),
+            route("/inference/v1/generate", handlers.generate),
+            route("/tokenize", handlers.tokenize),
+            route("/detokenize", handlers.detokenize),
+            *(
+                [route("/v1/memory/{name:path}", handlers.memory, m) for m in ("GET", "POST")]
+                if memory
+                else []
+            ),
+            Route("/metrics", handlers.metrics),
+            Route("/health", handlers.health),
+            Route("/", handlers.page),
         ],
         exception_handlers={HTTPException: handle_failure},
         lifespan=lifespan,

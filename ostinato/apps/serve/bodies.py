@@ -261,7 +261,7 @@ def _is_ids(prompt: Any) -> bool:
     return bool(prompt) and isinstance(prompt[0], int)
 
 
-def parsed(kind: type[Body], data: bytes) -> Body:
+def parse_body(kind: type[Body], data: bytes) -> Body:
     """Return the validated body. Raises ApiError 400 for an invalid body."""
     tree = json_of(data, surrogates=True)
     if not isinstance(tree, dict):

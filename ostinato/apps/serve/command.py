@@ -58,11 +58,11 @@ def serve(
         import prometheus_client  # noqa: F401
         import uvicorn  # noqa: F401
 
-        from ostinato.apps.serve.server import HttpServer, address, bound, key_for
+        from ostinato.apps.serve.server import HttpServer, address, bind, key_for
     except ModuleNotFoundError as error:
         raise ValueError(f'serve needs {error.name}; install it: pip install "ostinato[serve]"') from None
     key = key_for(where.host, "--host", where.key)
-    server_socket = bound(where.host, where.port)
+    server_socket = bind(where.host, where.port)
     with server_socket:
         recipe, _ = recipe_of(target, *overrides)
         configure_threads(recipe)

@@ -62,7 +62,7 @@ class Elsewhere:
         self._ends: dict[str, asyncio.Future[float | None]] = {}
         self._client: httpx2.AsyncClient | None = None
 
-    async def fetched(self, base_url: str, row: Mapping[str, Any]) -> float | None:
+    async def wait_for_worker(self, base_url: str, row: Mapping[str, Any]) -> float | None:
         """Return the reward of a rollout run by a worker. Raises RuntimeError if the rollout fails, or no
         worker fetches it."""
         fetch_future = asyncio.get_running_loop().create_future()
@@ -75,7 +75,7 @@ class Elsewhere:
             ) from None
         return await self.end_of(base_url)
 
-    async def sent(self, url: str, base_url: str, row: Mapping[str, Any]) -> float | None:
+    async def send(self, url: str, base_url: str, row: Mapping[str, Any]) -> float | None:
         """Return the reward of a rollout run by the service at ``url``. Raises RuntimeError if the service
         cannot be reached or fails."""
         import httpx2

@@ -248,7 +248,7 @@ class SessionMemory(Protocol):
 
     def show(self, metrics: Metrics) -> None: ...
 
-    async def shortened(
+    async def shorten(
         self, session: str, messages: Sequence[Message], measure: Callable[[Sequence[Message]], int] | None
     ) -> tuple[str, list[Message]]: ...
 

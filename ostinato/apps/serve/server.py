@@ -45,7 +45,7 @@ def key_for(host: str, name: str, given: str = "") -> str:
     return key
 
 
-def bound(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int) -> socket.socket:
     """Open a listening socket; port 0: any free port. Raises ValueError if the address cannot be bound."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -75,7 +75,7 @@ def check_key(request: Request, key: str, fix: str = FIX) -> None:
         )
 
 
-def guarded(handler: Handler, key: str, refusal: Callable[[ApiError], Response], fix: str = FIX) -> Handler:
+def guard(handler: Handler, key: str, refusal: Callable[[ApiError], Response], fix: str = FIX) -> Handler:
     """Wrap ``handler``: check the key, and return each failure as a response: a refusal, 499 for a client
     that has hung up, 500 for all others, which are logged."""
 
@@ -104,7 +104,7 @@ async def read_body(request: Request, most: int = BODY_BYTES) -> bytes:
     return bytes(data)
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+async def run_while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """Return the result of ``work``. If the client hangs up first, the work is cancelled and ClientDisconnect
     is raised. The body must have been read."""
 

@@ -112,7 +112,7 @@ class Service:
             )
         return self.models[name]
 
-    def assigned(self, call: Call, user: str) -> Call:
+    def assign(self, call: Call, user: str) -> Call:
         """Return the call with the model that ``user`` gets; without a user, a model drawn for this call
         only. Sampling settings that the call leaves out are the model's defaults."""
         call = replace(call, **self._merge_sampling(call))
@@ -174,11 +174,11 @@ class Service:
             _count_letters((call.text, call.messages, call.tools)), self.prompt, call
         )
 
-    async def encoded(self, text: str) -> np.ndarray:
+    async def encode(self, text: str) -> np.ndarray:
         """Return the tokens [T] int32 of a text without holding up other requests."""
         return await self._run_aside(len(text), self.renderer.encode, text)
 
-    async def decoded(self, tokens: list[int]) -> str:
+    async def decode(self, tokens: list[int]) -> str:
         """Return the text of tokens, with special tokens, without holding up other requests."""
         return await self._run_aside(len(tokens), partial(self.renderer.decode, tokens, skip_special=False))
 

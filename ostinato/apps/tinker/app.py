@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ostinato.apps.serve.calls import json_of
-from ostinato.apps.serve.server import Handler, guarded, read_body
+from ostinato.apps.serve.server import Handler, guard, read_body
 from ostinato.apps.tinker.futures import SAMPLE, Futures
 from ostinato.apps.tinker.listings import Listings
 from ostinato.apps.tinker.models import MODEL, CreateBody, LoadBody
@@ -252,7 +252,7 @@ class Door:
         path = self._registry.require(SAMPLER, id)["path"]
         return JSONResponse({"sampler_id": id, "base_model": self._work.base.name, "model_path": path})
 
-    def guarded(self, handler: Handler) -> Handler:
+    def guard(self, handler: Handler) -> Handler:
         """Wrap ``handler``: check the key, and write errors in Tinker's format."""
 
         async def handle(request: Request) -> Response:
@@ -261,7 +261,7 @@ class Door:
             except UserError as error:
                 return _make_refusal(str(error), error.status)
 
-        return guarded(
+        return guard(
             handle,
             self._key,
             lambda error: _make_refusal(str(error), error.status),
@@ -304,7 +304,7 @@ def new_app(work: Work, registry: Registry, *, key: str = "") -> Starlette:
             log.info("ended, models saved; %d requests run at the next start", len(registry.pending()))
 
     def route(path: str, handler: Handler, *methods: str) -> Route:
-        return Route(f"/api/v1{path}", door.guarded(handler), methods=methods or ("POST",))
+        return Route(f"/api/v1{path}", door.guard(handler), methods=methods or ("POST",))
 
     async def handle_failure(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)

@@ -25,12 +25,12 @@ def tinker(target: str, overrides: Sequence[str], where: Address, state: Path, n
     for package in ("tinker", "uvicorn", "sqlalchemy"):
         if find_spec(package) is None:  # not imported: the SDK loads torch, and threads are chosen before
             raise ValueError(f'tinker needs {package}; install it: pip install "ostinato[tinker]"')
-    from ostinato.apps.serve.server import HttpServer, address, bound, key_for
+    from ostinato.apps.serve.server import HttpServer, address, bind, key_for
 
     key = key_for(where.host, "--host", where.key)
     if key and not key.startswith("tml-"):
         raise ValueError("the key does not begin with tml-, and the SDK sends no other; choose one that does")
-    server_socket = bound(where.host, where.port)
+    server_socket = bind(where.host, where.port)
     with server_socket:
         recipe, _ = recipe_of(target, *overrides)
         configure_threads(recipe)

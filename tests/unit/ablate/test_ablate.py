@@ -22,9 +22,9 @@ from ostinato.apps.scaling.arms.commands import Output, Study
 from ostinato.apps.scaling.arms.jobs import Job, State, check, plan, run
 from ostinato.apps.scaling.arms.kept import (
     Measure,
-    acted,
     collect,
     ended,
+    measure_acts,
     prompts,
     read_kept,
     series_of,
@@ -420,14 +420,14 @@ def test_what_acted_is_the_mean_over_steps_and_the_last_of_what_adds_up(tmp_path
     for step, share in ((1, 1.0), (2, 0.5)):
         row = {"step": step, "groups/left_share": share, "interrupt/rate": share / 10}
         run.metrics.append(row | ({"cispo_clip_ratio": 0.2} if step == 2 else {}))  # step 1 was empty
-    found = acted(RunRows(run).read())
+    found = measure_acts(RunRows(run).read())
     assert found == {
         "groups/left_share": 0.5,
         "interrupt/rate": pytest.approx(0.075),
         "cispo_clip_ratio": 0.2,
     }
     (tmp_path / "metrics.jsonl").unlink()
-    assert acted(RunRows(run).read()) == {}
+    assert measure_acts(RunRows(run).read()) == {}
 
 
 # -- scores that were not kept

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ostinato.apps.scaling.curve import Sigmoid
-from ostinato.apps.scaling.forecast import goes_on, look, metrics, new_forecaster, outlook
+from ostinato.apps.scaling.forecast import find_objection, look, metrics, new_forecaster, outlook
 from ostinato.apps.scaling.posterior import interval, posterior
 from ostinato.apps.scaling.series import Series, series, simulated
 from ostinato.config import ForecastSection, Recipe
@@ -84,8 +84,8 @@ def test_a_law_that_fits_better_is_heard() -> None:
 def test_what_a_stop_takes(changes: dict[str, Any], before: tuple[str, str], why: str) -> None:
     row = {"step": 9, "gate": "identified", "compute": 3.0, "budget": 10.0, "verdict": "stop"} | changes
     reported = [row | {"step": 3}, row | {"step": 6, "verdict": before[0], "gate": before[1]}, row]
-    assert goes_on(row, reported) == why
-    assert goes_on(row, [])
+    assert find_objection(row, reported) == why
+    assert find_objection(row, [])
 
 
 def numbers(value: Any) -> list[float]:

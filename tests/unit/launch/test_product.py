@@ -19,7 +19,7 @@ from ostinato.apps.product.runs.judge import freeze_window, labels
 from ostinato.apps.product.runs.loop import ProductLoop, Work, digest
 from ostinato.apps.product.runs.settings import CollectSettings, ProductSettings, read_settings
 from ostinato.apps.product.runs.watch import MARKED, Probe, Watch
-from ostinato.apps.product.runs.window import add_exemplars, decided, freeze, read_bank, read_part
+from ostinato.apps.product.runs.window import add_exemplars, collect_pairs, freeze, read_bank, read_part
 from ostinato.apps.product.store import Store, open_store
 from ostinato.launch import NothingToLearn, RunFailed
 from ostinato.run import to_json
@@ -122,7 +122,7 @@ def test_a_window_is_written_once_and_has_what_came_before_its_end(tmp_path: Pat
     fill(store, range(40, 60))
     assert freeze(folder, store, table, CollectSettings(), 0.0, 2e9)["until"] == until
     assert digest(folder) == before
-    later, _ = decided(store, table, until, 2e9, store.watermark())
+    later, _ = collect_pairs(store, table, until, 2e9, store.watermark())
     assert {one.chosen for one in later} == {f"answer {n}a" for n in range(38, 60)}
 
 
@@ -142,7 +142,7 @@ def test_what_comes_late_is_in_the_next_window(
     late = 1e9 + 31  # made before the window was frozen, sent after it
     exchanges, events = choice(99, late)
     store.write(events, exchanges)
-    found, _ = decided(store, loop.table, loop.at.frozen, late + 9, store.watermark())
+    found, _ = collect_pairs(store, loop.table, loop.at.frozen, late + 9, store.watermark())
     assert loop.at.frozen <= late < live.now() and [one.user for one in found] == ["u99"]
 
 

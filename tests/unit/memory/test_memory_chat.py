@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from nouns import completion
 
-from ostinato.apps.memory.blocks import Kept, MemoryState
-from ostinato.apps.memory.chat import NOTE, Chat, Message, Words, chat_sizes, form, text_of
+from ostinato.apps.memory.blocks import InMemoryOriginals, MemoryState
+from ostinato.apps.memory.chat import NOTE, Chat, Message, ShorteningRenderer, chat_sizes, form, text_of
 from ostinato.apps.memory.keep import Memory
 from ostinato.apps.memory.refill import ByModel
 from ostinato.apps.memory.sessions import Sessions
@@ -32,7 +32,7 @@ def measure(messages: Sequence[Message]) -> int:
 
 def new_chat(budget: int = BUDGET, **options: Any) -> Chat:
     sizes = chat_sizes(budget, 0, measure)
-    memory = Memory(sizes=sizes, count=len, originals=Kept(), **options)
+    memory = Memory(sizes=sizes, count=len, originals=InMemoryOriginals(), **options)
     return Chat(memory=memory, budget=budget, measure=measure)
 
 
@@ -49,7 +49,7 @@ def history(turns: int, system: str = "Be kind.") -> list[dict[str, Any]]:
 
 def test_a_chat_within_the_budget_is_left_as_it_is() -> None:
     messages = history(4)
-    assert new_chat().shortened(messages) == messages
+    assert new_chat().shorten(messages) == messages
 
 
 sizes_of = st.tuples(st.sampled_from(["user", "assistant", "tool"]), st.integers(0, 900))
@@ -63,7 +63,7 @@ def test_whatever_the_messages_they_come_out_within_the_budget(
     chat, messages = new_chat(), history(0, system)
     for k, (role, size) in enumerate(sizes):
         messages.append({"role": role, "content": f"{k} of many words. " * (size // 18)})
-        out = chat.shortened(messages)
+        out = chat.shorten(messages)
         assert measure(out) <= BUDGET
         if out != messages and len(out) > 1:
             assert out[0]["role"] == "system" and out[0]["content"].startswith(system)
@@ -72,28 +72,28 @@ def test_whatever_the_messages_they_come_out_within_the_budget(
 
 def test_a_long_chat_keeps_the_system_message_a_note_and_the_newest_messages() -> None:
     chat, messages = new_chat(), history(60)
-    out = chat.shortened(messages)
+    out = chat.shorten(messages)
     content = out[0]["content"]
     assert content.startswith("Be kind.\n\n" + NOTE) and "Note 0: 84" in content
     assert out[1]["role"] == "user" and out[1:] == messages[-len(out[1:]) :]
     tools = [*messages, {"role": "tool", "content": "result: 42. " * 200}]
-    last = chat.shortened(tools)[-1]
+    last = chat.shorten(tools)[-1]
     assert last["role"] == "user" and "result: 42." in last["content"]
 
 
 def test_asked_turn_by_turn_or_at_once_the_memory_is_the_same() -> None:
     messages, one, all_ = history(40), new_chat(), new_chat()
     for k in range(2, len(messages) + 1, 2):
-        out = one.shortened(messages[:k])
-    assert one.state == all_.state or all_.shortened(messages[:-1]) is not None
-    assert all_.shortened(messages) and out
+        out = one.shorten(messages[:k])
+    assert one.state == all_.state or all_.shorten(messages[:-1]) is not None
+    assert all_.shorten(messages) and out
 
 
 def test_between_two_shortenings_the_messages_only_grow() -> None:
     """So that what a server has computed of them is found again."""
     chat, messages, before, grown = new_chat(1000), history(60), list[Message](), 0
     for k in range(2, len(messages) + 1, 2):
-        out = chat.shortened(messages[:k])
+        out = chat.shorten(messages[:k])
         grown += out[: len(before)] == before
         before = out
     assert grown >= 25
@@ -101,18 +101,18 @@ def test_between_two_shortenings_the_messages_only_grow() -> None:
 
 def test_an_edited_chat_is_remembered_anew_with_its_pins() -> None:
     chat, messages = new_chat(), history(30)
-    chat.shortened(messages)
+    chat.shorten(messages)
     target = chat.state.blocks[-3]
     chat.state = chat.memory.pin(chat.state, target.id)
     edited = [*messages[:-1], {"role": "assistant", "content": "Something else."}]
-    chat.shortened(edited)
+    chat.shorten(edited)
     assert [one.source for one in chat.state.blocks if one.pinned][-1] == target.source
     assert chat.state.turns == len(edited)
 
 
 def test_a_system_message_without_room_is_refused() -> None:
     with pytest.raises(ValueError, match="pin less"):
-        new_chat().shortened(history(1, system="Be very kind indeed. " * 30))
+        new_chat().shorten(history(1, system="Be very kind indeed. " * 30))
     with pytest.raises(ValueError, match=r"memory\.budget is"):
         new_chat(budget=20)
 
@@ -128,7 +128,7 @@ def test_a_session_outlives_its_store_and_originals_are_byte_for_byte(tmp_path: 
         on_block=lambda block: store.add("ann", block),
     )
     chat = Chat(memory=memory, budget=BUDGET, measure=measure)
-    chat.shortened(messages[:60])
+    chat.shorten(messages[:60])
     store.save("ann", chat.seen, chat.state)
     store.close()
 
@@ -136,7 +136,7 @@ def test_a_session_outlives_its_store_and_originals_are_byte_for_byte(tmp_path: 
     found = again.load("ann")
     assert found == (chat.state, chat.seen) and again.load("bob") is None
     assert again.best_match(["", chat.seen]) == "ann" and again.best_match(["x"]) == ""
-    gone = again.gone("ann", chat.state)
+    gone = again.list_gone("ann", chat.state)
     assert gone and {one.id for one in gone} | {one.id for one in chat.state.blocks} == set(
         range(chat.state.next_id)
     )
@@ -189,9 +189,9 @@ def lookup(n: int) -> str:
 def test_an_episode_with_a_memory_begins_rows_and_stays_within_the_budget() -> None:
     counters, letters = Counter[str](), Letters()
     by = lambda messages: len(letters.chat(messages))  # noqa: E731
-    memory = Memory(sizes=chat_sizes(900, 0, by), count=len, originals=Kept(), counters=counters)
+    memory = Memory(sizes=chat_sizes(900, 0, by), count=len, originals=InMemoryOriginals(), counters=counters)
     task = {"role": "user", "content": "Find the code of entry 3."}
-    words = Words(letters, Chat(memory=memory, budget=900, measure=by))
+    words = ShorteningRenderer(letters, Chat(memory=memory, budget=900, measure=by))
     dialogue = Dialogue(Prompt(uid="p", messages=(task,)), words, tools={"lookup": lookup}, max_turns=20)
 
     async def play() -> list[np.ndarray]:
@@ -223,7 +223,7 @@ def test_a_model_that_fails_leaves_gaps_to_extracts() -> None:
         raise OSError("no answer")
 
     chat = new_chat(refiller=ByModel(answers, counters))
-    chat.shortened(history(30))
+    chat.shorten(history(30))
     assert counters["memory/failed"] > 0 and any(one.level for one in chat.state.blocks)
     assert ByModel(lambda messages, most: ' "Ann is 7." ', counters)("", "x", "", 9) == "Ann is 7."
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ostinato.apps.memory.blocks import LEVELS, Kept, MemoryState, Turn, line
+from ostinato.apps.memory.blocks import LEVELS, InMemoryOriginals, MemoryState, Turn, line
 from ostinato.apps.memory.keep import Candidate, Gap, Memory, Sizes, split
 from ostinato.apps.memory.refill import Refiller, extract
 
@@ -32,7 +32,11 @@ def extracts(left: str, original: str, right: str, budget: int) -> str:
 
 def memory(count: Callable[[str], int] = len, refiller: Refiller | None = None, **options) -> Memory:
     return Memory(
-        sizes=options.pop("sizes", SIZES), count=count, originals=Kept(), refiller=refiller, **options
+        sizes=options.pop("sizes", SIZES),
+        count=count,
+        originals=InMemoryOriginals(),
+        refiller=refiller,
+        **options,
     )
 
 
@@ -95,7 +99,7 @@ def test_pins_and_the_recent_window_stay_verbatim(history: list[Turn], which: st
     for turn in history:
         before = state
         state = keeper.append(state, turn)
-        fresh = keeper.recent(keeper.joined(before, turn))
+        fresh = keeper.recent(keeper.append_blocks(before, turn))
         assert fresh <= {one.id for one in state.blocks if one.level == 0 or before.block(one.id)}
         if state.blocks and which.draw(st.booleans()):
             target = which.draw(st.sampled_from(state.blocks))
@@ -129,8 +133,8 @@ def test_blocks_are_masked_in_a_fixed_order_with_ties_by_id() -> None:
     keeper = memory(importance=lambda state, blocks: [1.0] * len(blocks), sizes=replace(SIZES, half_life=1e9))
     state = MemoryState()
     for _ in range(6):
-        state = keeper.joined(state, Turn(speaker="user", text="the same words each time"))
-    assert [one.block.id for one in keeper.masked(state, need=10**6)] == [0, 1, 2]
+        state = keeper.append_blocks(state, Turn(speaker="user", text="the same words each time"))
+    assert [one.block.id for one in keeper.choose_candidates(state, need=10**6)] == [0, 1, 2]
     assert keeper.recent(state) == {3, 4, 5}
 
 
@@ -139,7 +143,7 @@ def test_originals_are_there_byte_for_byte() -> None:
     history = [*chat(80), Turn(speaker="user", text="\u00e9\r\n\t \ud800 \u2028" * 30)]
     pieces: dict[int, list[tuple[str, str]]] = {}
     for number, turn in enumerate(history):
-        joined = keeper.joined(state, turn)
+        joined = keeper.append_blocks(state, turn)
         pieces[number] = [(one.source, one.text) for one in joined.blocks if one.turn == number]
         state = keeper.append(state, turn)
         assert len(state.text) <= SIZES.budget
@@ -152,7 +156,7 @@ def test_originals_are_there_byte_for_byte() -> None:
 @given(text=texts, levels=st.permutations([1, 2, 3]))
 def test_many_compressions_equal_one_from_the_original(text: str, levels: list[int]) -> None:
     keeper = memory(refiller=extracts, sizes=Sizes(budget=2000, recent=600, piece=600))
-    state = keeper.joined(MemoryState(), Turn(speaker="Ann", text=text[:400], day="2023-05-08"))
+    state = keeper.append_blocks(MemoryState(), Turn(speaker="Ann", text=text[:400], day="2023-05-08"))
     if not state.blocks:
         return
 
@@ -181,7 +185,7 @@ def test_what_is_shortened_is_the_original() -> None:
     keeper, state = memory(refiller=refiller, sizes=sizes), MemoryState()
     for turn in chat(60):
         state = keeper.append(state, replace(turn, text=turn.text.replace("yesterday", "there")))
-    assert isinstance(keeper.originals, Kept) and seen
+    assert isinstance(keeper.originals, InMemoryOriginals) and seen
     assert set(seen) <= set(keeper.originals.texts.values())
 
 
@@ -204,7 +208,7 @@ def test_a_planted_number_name_or_date_is_rejected(fact: str, at: int, seed: int
     original = (
         "So yesterday I bought 7 kites with Bob, and that was on 2 May 2021, which is a day to remember."
     )
-    state = keeper.joined(MemoryState(), Turn(speaker="Ann", text=original, day="2021-05-03"))
+    state = keeper.append_blocks(MemoryState(), Turn(speaker="Ann", text=original, day="2021-05-03"))
     gap = keeper._make_gap(Candidate(block=state.blocks[0], score=1.0, levels=(1,), options=(90,)), 0)
     assert not keeper.faults(gap, " ".join(words)) and keeper.faults(gap, refill)
     kept = keeper.apply(state, [gap], [refill]).blocks[0]
@@ -215,7 +219,7 @@ def test_a_planted_number_name_or_date_is_rejected(fact: str, at: int, seed: int
 @given(text=texts, day=st.sampled_from(["", "2023-05-08"]), budget=st.integers(5, 80))
 def test_an_extract_is_always_faithful_or_dropped(text: str, day: str, budget: int) -> None:
     keeper = memory(sizes=Sizes(budget=2000, recent=600, piece=600))
-    state = keeper.joined(MemoryState(), Turn(speaker="Ann", text=text[:300], day=day))
+    state = keeper.append_blocks(MemoryState(), Turn(speaker="Ann", text=text[:300], day=day))
     for block in state.blocks:
         gap = keeper._make_gap(Candidate(block=block, score=1.0, levels=(1,), options=(budget,)), 0)
         for kept in keeper.apply(state, [gap], [""]).blocks:
@@ -251,7 +255,7 @@ def test_tokens_a_turn_are_flat_while_the_history_grows_twentyfold() -> None:
 
 def test_a_block_that_is_gone_comes_back_and_others_give_way() -> None:
     keeper, state = memory(), MemoryState()
-    first = keeper.joined(state, chat(1)[0]).blocks
+    first = keeper.append_blocks(state, chat(1)[0]).blocks
     for turn in chat(80):
         state = keeper.append(state, turn)
     gone = next(block for block in first if state.block(block.id) is None)
@@ -268,9 +272,11 @@ def test_a_block_that_is_gone_comes_back_and_others_give_way() -> None:
 
 def test_a_block_that_later_turns_speak_of_is_used() -> None:
     keeper, state = memory(), MemoryState()
-    state = keeper.joined(state, Turn(speaker="user", text="My locker at Riverside has the code 4417."))
-    state = keeper.joined(state, Turn(speaker="user", text="Fine weather."))
-    state = keeper.joined(state, Turn(speaker="user", text="What was it at Riverside?"))
+    state = keeper.append_blocks(
+        state, Turn(speaker="user", text="My locker at Riverside has the code 4417.")
+    )
+    state = keeper.append_blocks(state, Turn(speaker="user", text="Fine weather."))
+    state = keeper.append_blocks(state, Turn(speaker="user", text="What was it at Riverside?"))
     assert [one.uses for one in state.blocks] == [1, 0, 0] and state.blocks[0].used_at == 2
 
 
@@ -317,11 +323,11 @@ def test_gaps_show_a_refiller_the_original_and_what_stood_beside_it() -> None:
     gaps: list[Gap] = []
     keeper, state = memory(), MemoryState()
     for n in range(5):
-        state = keeper.joined(
+        state = keeper.append_blocks(
             state, Turn(speaker="user", text=f"This is number {n}, and there is more to it.")
         )
     for turn in chat(3):
-        state = keeper.joined(state, turn)
+        state = keeper.append_blocks(state, turn)
     gaps = keeper.plan(state)
     assert [gap.block.id for gap in gaps] == sorted(gap.block.id for gap in gaps)
     for gap in gaps[1:4]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ostinato.apps.serve.anthropic_messages import MessagesBody
-from ostinato.apps.serve.bodies import ChatBody, CompletionBody, Strict, parsed
+from ostinato.apps.serve.bodies import ChatBody, CompletionBody, Strict, parse_body
 from ostinato.apps.serve.calls import ApiError, Call
 from ostinato.apps.serve.openai_responses import ResponsesBody
 
@@ -25,7 +25,7 @@ BODIES = [*NEEDED]
 
 
 def call_of(kind: type[Any], **fields: Any) -> Call:
-    body = parsed(kind, json.dumps({**NEEDED[kind], **fields}).encode())
+    body = parse_body(kind, json.dumps({**NEEDED[kind], **fields}).encode())
     return body.to_calls()[0] if isinstance(body, CompletionBody) else body.to_call()
 
 

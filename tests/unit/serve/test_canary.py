@@ -29,21 +29,21 @@ def service() -> Service:
 
 def test_a_share_of_users_gets_the_canary_and_each_stays_with_it() -> None:
     found = service()
-    arms = {f"u{k}": found.assigned(Call(model="", text="hi"), f"u{k}").model for k in range(5000)}
+    arms = {f"u{k}": found.assign(Call(model="", text="hi"), f"u{k}").model for k in range(5000)}
     assert abs(Counter(arms.values())["product-canary"] / 5000 - 0.2) < 0.02
-    assert all(found.assigned(Call(model="", text="again"), user).model == arm for user, arm in arms.items())
+    assert all(found.assign(Call(model="", text="again"), user).model == arm for user, arm in arms.items())
 
 
 def test_who_names_another_model_gets_it() -> None:
     call = Call(text="hi", model="other")
-    assert service().assigned(call, "u1").model == "other"
+    assert service().assign(call, "u1").model == "other"
 
 
 def test_without_a_canary_nothing_is_drawn() -> None:
     found = service()
     found.canary = None
     call = Call(model="", text="hi")
-    assert found.assigned(call, "u1").model == ""
+    assert found.assign(call, "u1").model == ""
 
 
 class Thread:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from nouns import completion
 
 import ostinato
-from ostinato.apps.serve.bodies import ChatBody, parsed
+from ostinato.apps.serve.bodies import ChatBody, parse_body
 from ostinato.apps.serve.calls import ApiError
 from ostinato.apps.serve.service import Limits, Service
 from ostinato.apps.serve.toolcalls import TextStream, read_calls
@@ -122,7 +122,7 @@ def test_training_and_serving_have_one_prompt_for_one_tool(
     renderer = with_template(tmp_path, template) if template else RENDERER
     messages = CHAT[0 if system else 1 : 2]
     body = {"messages": messages, "tools": [schema_of("price", price)]}
-    requested = parsed(ChatBody, json.dumps(body).encode()).to_call()
+    requested = parse_body(ChatBody, json.dumps(body).encode()).to_call()
     service: Any = Service.__new__(Service)  # of which a prompt needs these two alone
     service.renderer, service.limits = renderer, Limits(context=10_000, vocab_size=renderer.vocab_size)
     served = service.prompt(requested).tolist()
@@ -142,7 +142,7 @@ def test_training_and_serving_have_one_prompt_for_one_tool(
         {"role": "assistant", "tool_calls": [{"id": "x", "type": "function", "function": called}]},
         {"role": "tool", "content": "3", "tool_call_id": "x"},
     ]
-    again = parsed(ChatBody, json.dumps({**body, "messages": chat}).encode()).to_call()
+    again = parse_body(ChatBody, json.dumps({**body, "messages": chat}).encode()).to_call()
     assert isinstance(reply, np.ndarray)
     assert [*served, *tokens, *reply] == service.prompt(again).tolist()
 
@@ -183,7 +183,7 @@ def test_a_stream_shows_a_prefix_of_the_answer_and_never_a_part_of_a_stop(parts:
 )
 def test_a_wrong_body_is_named_by_its_field(body: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ApiError) as refused:
-        parsed(ChatBody, json.dumps(body).encode())
+        parse_body(ChatBody, json.dumps(body).encode())
     assert str(refused.value).startswith(sentence) and refused.value.status == 400
 
 
@@ -193,7 +193,7 @@ def test_fields_without_effect_are_taken() -> None:
         "user": "u",
         "store": True,
     }
-    call = parsed(
+    call = parse_body(
         ChatBody, json.dumps(body | {"frequency_penalty": 0, "logit_bias": None}).encode()
     ).to_call()
     assert call.messages == ({"role": "user", "content": "a"},)

@@ -16,8 +16,8 @@ from ostinato.apps.product.judges import sources, write_spec
 from ostinato.apps.product.judging import Choice, probability
 from ostinato.apps.product.loop import Finding, Position, Verdict
 from ostinato.apps.product.panel import Bench
-from ostinato.apps.product.runs.loop import ProductLoop, again, unless_stopped, wait_for
-from ostinato.apps.product.runs.window import decided, freeze, read_bank, read_part, row
+from ostinato.apps.product.runs.loop import ProductLoop, find_run, require_end, wait_for
+from ostinato.apps.product.runs.window import collect_pairs, freeze, read_bank, read_part, row
 from ostinato.config import Recipe
 from ostinato.files import atomic_write
 from ostinato.launch import NothingToLearn, RunFailed
@@ -48,13 +48,13 @@ def train(loop: ProductLoop, at: Position) -> Finding:
     judge_plan = _plan_runs(loop, at, file, folder)
     rl, adapter, reasons = judge_plan.rl, None, tuple[str, ...]()
     if loop.settings.judge.warm:
-        warm_run, _, reason = supervise(judge_plan.warm, again(folder, judge_plan.warm.name))
-        unless_stopped(warm_run, reason)
+        warm_run, _, reason = supervise(judge_plan.warm, find_run(folder, judge_plan.warm.name))
+        require_end(warm_run, reason)
         rl, adapter = judge_plan.after(warm_run), RunFolder.open(warm_run).adapter
-    earlier_run = again(folder, rl.name)
+    earlier_run = find_run(folder, rl.name)
     try:
         outcome = learn(rl, quiet=True) if earlier_run is None else resume(earlier_run, quiet=True)
-        unless_stopped(outcome.folder, outcome.why)
+        require_end(outcome.folder, outcome.why)
         adapter = RunFolder.open(outcome.folder).adapter
     except NothingToLearn as error:
         reasons = (f"RL of the judge: {error}",)
@@ -95,7 +95,7 @@ def gates(loop: ProductLoop, at: Position) -> Finding:
     after the window, and on the hack bank."""
     settings = loop.settings.judge
     wait_for(loop, at, settings.later_pairs)
-    pairs, _ = decided(loop.store, loop.table, at.frozen, loop.until(), loop.store.watermark())
+    pairs, _ = collect_pairs(loop.store, loop.table, at.frozen, loop.until(), loop.store.watermark())
     rows = [*read_part(loop.round_folder(at) / "window", "test"), *(row(pair) for pair in pairs)]
     candidate = _compare_rows(loop, at.candidate, rows)
     bank = read_bank(loop.bank)

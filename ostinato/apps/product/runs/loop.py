@@ -21,7 +21,7 @@ from pathlib import Path
 from ostinato.apps.product.loop import Decision, Finding, Position, Stage, advance, position_of
 from ostinato.apps.product.rewards import Table, read_table
 from ostinato.apps.product.runs.settings import ProductSettings
-from ostinato.apps.product.runs.window import decided
+from ostinato.apps.product.runs.window import collect_pairs
 from ostinato.apps.product.store import Store
 from ostinato.files import atomic_write
 from ostinato.launch import RunFailed
@@ -142,7 +142,7 @@ def wait_for(loop: ProductLoop, at: Position, needed: int) -> tuple[int, dict[st
     counts."""
     last_count = -1
     while True:
-        pairs, counts = decided(loop.store, loop.table, at.frozen, loop.until(), loop.store.watermark())
+        pairs, counts = collect_pairs(loop.store, loop.table, at.frozen, loop.until(), loop.store.watermark())
         if len(pairs) >= needed:
             return len(pairs), counts
         if len(pairs) != last_count:
@@ -151,13 +151,13 @@ def wait_for(loop: ProductLoop, at: Position, needed: int) -> tuple[int, dict[st
         loop.wait()
 
 
-def again(folder: Path, name: str) -> Path | None:
+def find_run(folder: Path, name: str) -> Path | None:
     """Find the last run by name of the recipe ``name`` ("": of any) in ``folder``, which a killed process may
     have left; None where there is none."""
     return max((file.parent for file in folder.glob(f"{name}*-*/recipe.toml")), default=None)
 
 
-def unless_stopped(run: Path, why: str) -> None:
+def require_end(run: Path, why: str) -> None:
     """Raise RunFailed where a signal or a watch has ended a training run. The loop then ends too, and its
     next process does the stage again, which goes on from the last checkpoint."""
     if why not in ("done", "solved", "spent", "enough"):

@@ -17,7 +17,7 @@ from ostinato.apps.product.judging import Choice
 from ostinato.apps.product.loop import Finding, Position, Stage, Verdict
 from ostinato.apps.product.rewards import rewards
 from ostinato.apps.product.runs import judge
-from ostinato.apps.product.runs.loop import ProductLoop, Work, again, unless_stopped
+from ostinato.apps.product.runs.loop import ProductLoop, Work, find_run, require_end
 from ostinato.apps.product.runs.watch import MARKED, Probe, Watch, answers, prefer, probe
 from ostinato.apps.product.runs.window import add_exemplars
 from ostinato.config import Recipe
@@ -34,7 +34,7 @@ def train(loop: ProductLoop, at: Position) -> Finding:
     exemplars go into the hack bank."""
     settings, folder = loop.settings.policy, loop.round_folder(at) / "policy"
     recipe = policy_recipe(loop, at, folder)
-    path = again(folder, recipe.name)
+    path = find_run(folder, recipe.name)
     while True:
         step = _find_last_look(path)
         if path is not None and step:
@@ -54,7 +54,7 @@ def train(loop: ProductLoop, at: Position) -> Finding:
         except NothingToLearn as error:
             return Finding(verdict=Verdict.FAILED, reasons=(str(error),))
         path = outcome.folder
-        unless_stopped(path, outcome.why)
+        require_end(path, outcome.why)
         look(loop, at, recipe, RunFolder.open(path), step)
 
 
@@ -156,7 +156,7 @@ def _read_kl(run: RunFolder, step: int) -> float | None:
 
 def gates(loop: ProductLoop, at: Position) -> Finding:
     """Assess the candidate beside the current policy: held-out ability, gold, and the KL between them."""
-    settings, run = loop.settings, again(loop.round_folder(at) / "policy", "")
+    settings, run = loop.settings, find_run(loop.round_folder(at) / "policy", "")
     assert run is not None
     recipe = policy_recipe(loop, at, run.parent)
     policies = (str(loop.adapter_of(at.candidate)), 0), (adapter_path(loop, at.policy), 0)

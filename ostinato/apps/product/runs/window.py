@@ -21,7 +21,7 @@ from ostinato.run import Jsonl, atomic_folder, to_json
 PARTS = ("train", "validation", "test")
 
 
-def decided(
+def collect_pairs(
     store: Store, table: Table, since: float, now: float, upto: int
 ) -> tuple[list[Pair], dict[str, int]]:
     """Return the pairs that were decided in [since, now) by event time, from rows up to the watermark
@@ -50,7 +50,7 @@ def freeze(
     if (folder / "window.json").is_file():
         return parse_json((folder / "window.json").read_bytes())
     upto = store.watermark()
-    pairs, counts = decided(store, table, since, now, upto)
+    pairs, counts = collect_pairs(store, table, since, now, upto)
     times = [pair.ts for pair in pairs]
     pair_split = split(pairs, _find_cuts(times, settings.test_share), users=settings.by_user)
     parts = (pair_split.train, pair_split.validation, pair_split.test)

@@ -26,7 +26,7 @@ class Compared:
     rows: Sequence[Row]
     axis: Axis
     first: float  # compute before which evaluations are left out
-    found: Ablation
+    study: Ablation
     left_out: Sequence[str] = ()  # runs that are too short, in words
 
 
@@ -44,7 +44,7 @@ def compare_runs(rows: Sequence[Row], axis: Axis, first: float = 0.0) -> Compare
         for series in short_series
     ]
     study = ablate([run for run in runs if len(run.series) >= PARAMETERS])
-    return Compared(rows=rows, axis=axis, first=first, found=study, left_out=left_out)
+    return Compared(rows=rows, axis=axis, first=first, study=study, left_out=left_out)
 
 
 def require_same_questions(rows: Sequence[Row]) -> None:
@@ -67,23 +67,26 @@ def _label(row: Row) -> str:
     return f"{row['arm']}, seed {row['seed']}"
 
 
-def answer(of: Compared, notes: Sequence[str] = ()) -> Answer:
+def answer(comparison: Compared, notes: Sequence[str] = ()) -> Answer:
     """Build the answer from a comparison; ``notes`` come first."""
-    lead = [*notes, *sentences(of)]
-    tables = [*study_tables(of.found, of.axis.unit), *_build_acts_tables(of.found, of.rows)]
-    return Answer(result=as_json(of) | {"notes": lead}, lead=lead, tables=tables)
+    lead = [*notes, *sentences(comparison)]
+    tables = [
+        *study_tables(comparison.study, comparison.axis.unit),
+        *_build_acts_tables(comparison.study, comparison.rows),
+    ]
+    return Answer(result=as_json(comparison) | {"notes": lead}, lead=lead, tables=tables)
 
 
-def sentences(of: Compared) -> list[str]:
+def sentences(comparison: Compared) -> list[str]:
     """Describe the runs, what is left out or missing, and the study."""
-    rows, arms = of.rows, of.found.arms
+    rows, arms = comparison.rows, comparison.study.arms
     seeds = sorted({row["seed"] for row in rows})
-    cut_note = f", evaluations before {compute_text(of.first)} left out" if of.first else ""
+    cut_note = f", evaluations before {compute_text(comparison.first)} left out" if comparison.first else ""
     lines = [
         f"{len(arms) - 1} arms and {REFERENCE}, {len(rows)} runs, seeds {', '.join(map(str, seeds))}; compute"
-        f" in {of.axis.unit}{cut_note}. Held-out prompts: {rows[0]['prompts']}."
+        f" in {comparison.axis.unit}{cut_note}. Held-out prompts: {rows[0]['prompts']}."
     ]
-    lines += of.left_out
+    lines += comparison.left_out
     recipe = next(row for row in rows if row["arm"] == REFERENCE)
     for name in dict.fromkeys(row["arm"] for row in rows):
         others = [row for row in rows if row["arm"] == name and row["held_out"] != recipe["held_out"]]
@@ -101,7 +104,7 @@ def sentences(of: Compared) -> list[str]:
     for arm in arms:
         if missing_seeds := [seed for seed in seeds if seed not in arm.seeds]:
             lines.append(f"{arm.name} has no run of seed {', '.join(map(str, missing_seeds))} here.")
-    return lines + study_sentences(of.found)
+    return lines + study_sentences(comparison.study)
 
 
 def _build_acts_tables(study: Ablation, rows: Sequence[Row]) -> list[Table]:
@@ -139,12 +142,12 @@ def _format_share(value: float, *, of_one: bool) -> str:
     return f"{value:.3g}" if not of_one else "<0.01%" if value < 5e-5 else f"{value:.2%}"
 
 
-def as_json(of: Compared) -> dict[str, Any]:
+def as_json(comparison: Compared) -> dict[str, Any]:
     """Return the comparison as a JSON object."""
-    rows, result = of.rows, study_json(of.found)
+    rows, result = comparison.rows, study_json(comparison.study)
     for arm in result["arms"]:
         arm_rows = [row for row in rows if row["arm"] == arm["arm"]]
         arm["overrides"] = arm_rows[0]["overrides"] if arm_rows else []
         arm["acted"] = [row["acted"] for row in arm_rows]
-    header = {"axis": of.axis, "first": of.first}
+    header = {"axis": comparison.axis, "first": comparison.first}
     return header | {"prompts": rows[0]["prompts"], "held_out": rows[0]["held_out"]} | result

@@ -123,13 +123,13 @@ def job(file: ArmsFile, name: str, lr: float, seed: int, budget: Budget, out: Pa
     return Job(arm=name, seed=seed, folder=out / folder, recipe=as_run(recipe, folder, seed, out, None))
 
 
-def validation_scores(one: Job) -> np.ndarray | None:
+def validation_scores(job: Job) -> np.ndarray | None:
     """Share of right answers to each problem of the validation half, at the first score where the job's share
     of the budget was spent, or at an earlier end of the run. None for a run that has not come so far."""
-    points, trainer = course(one.folder, MAIN_SET), one.recipe.trainer
+    points, trainer = course(job.folder, MAIN_SET), job.recipe.trainer
     budget = Every.parse(trainer.budget, "trainer.budget").part(trainer.until)
     shares = [right_shares for spent, right_shares in points if budget.share(spent) >= 1]
-    shares += [right_shares for _, right_shares in points[-1:] if has_ended(one)]
+    shares += [right_shares for _, right_shares in points[-1:] if has_ended(job)]
     return shares[0][1::2] if shares else None
 
 
@@ -176,12 +176,12 @@ def course(folder: Path, name: str) -> list[tuple[Mapping[str, float], np.ndarra
     return [(row["spent"], np.array([right / n if n else 0.0 for n, right in row["each"]])) for row in rows]
 
 
-def line(one: Job, control: str) -> dict[str, Any] | None:
+def line(job: Job, control: str) -> dict[str, Any] | None:
     """Return a finished run as plain numbers, from which tables are made. None where it has not ended."""
-    points = course(one.folder, MAIN_SET)
-    if not has_ended(one):
+    points = course(job.folder, MAIN_SET)
+    if not has_ended(job):
         return None
-    folder = RunFolder(one.folder)
+    folder = RunFolder(job.folder)
     rows = [*folder.metrics.rows()]
     abilities = abilities_left(rows)
     steps = [row for row in folder.ledger.rows() if row["event"] == "step"]
@@ -190,9 +190,9 @@ def line(one: Job, control: str) -> dict[str, Any] | None:
     episodes = np.cumsum([row.get("rollout/trajectories", 0.0) for row in rows])
     flops_of = {name: sum(row["flops"][name] for row in steps) for name in ("sample", "train", "measure")}
     return {
-        "arm": one.arm,
-        "seed": one.seed,
-        "lr": one.recipe.trainer.lr,
+        "arm": job.arm,
+        "seed": job.seed,
+        "lr": job.recipe.trainer.lr,
         "control": control,
         "compute": [spent["flops"] for spent, _ in points],
         "played": np.interp(
@@ -200,8 +200,8 @@ def line(one: Job, control: str) -> dict[str, Any] | None:
         ).tolist(),
         "each": [right.tolist() for _, right in points],
         "others": {
-            name: [right.tolist() for _, right in course(one.folder, name)]
-            for name in one.recipe.eval.downstream
+            name: [right.tolist() for _, right in course(job.folder, name)]
+            for name in job.recipe.eval.downstream
         },
         "prompts": prompts(folder, MAIN_SET),
         "k": first["k"],
@@ -218,16 +218,16 @@ def line(one: Job, control: str) -> dict[str, Any] | None:
 Line = Mapping[str, Any]
 
 
-def ends(one: Line) -> np.ndarray:
+def ends(line: Line) -> np.ndarray:
     """[2, problems] right shares before and after training, on the test half."""
-    return np.array(one["each"])[[0, -1], ::2]
+    return np.array(line["each"])[[0, -1], ::2]
 
 
-def ends_at(one: Line, along: str, where: float) -> np.ndarray:
+def ends_at(line: Line, along: str, where: float) -> np.ndarray:
     """[2, problems] as ``ends``, but "after" is where ``where`` of ``along`` (compute, played) was spent,
     linear between scores."""
-    shares = np.array(one["each"])[:, ::2]
-    return np.stack([shares[0], [np.interp(where, one[along], course) for course in shares.T]])
+    shares = np.array(line["each"])[:, ::2]
+    return np.stack([shares[0], [np.interp(where, line[along], course) for course in shares.T]])
 
 
 def outcomes(lines: Sequence[Line], of: Callable[[Line], np.ndarray] = ends) -> dict[str, Outcomes]:

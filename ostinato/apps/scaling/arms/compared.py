@@ -24,31 +24,32 @@ NOTE = (
 )
 
 
-def answer(of: Compared, budget: str, threshold: float, against: str = "") -> Answer:
+def answer(comparison: Compared, budget: str, threshold: float, against: str = "") -> Answer:
     """Build the answer from finished runs, with differences to the arm ``against`` (else the first). Raises
     ValueError where no run has ended."""
-    if not of.lines:
-        raise ValueError(" ".join(of.failed) or "no run has come to its end yet")
-    of = replace(of, lines=sorted(of.lines, key=lambda line: line["arm"] != against))
-    arms = outcomes(of.lines)
+    if not comparison.lines:
+        raise ValueError(" ".join(comparison.failed) or "no run has come to its end yet")
+    comparison = replace(comparison, lines=sorted(comparison.lines, key=lambda line: line["arm"] != against))
+    arms = outcomes(comparison.lines)
     gains_of = gains(arms)
     best = max(float(gain.post.median) for gain in gains_of.values())
     target = {name: gain.pre.median + threshold * (best - gain.pre.median) for name, gain in gains_of.items()}
-    compute_of = {name: compute_to(*mean_course(of.lines, name), target[name]) for name in arms}
-    lines_of = {name: [line for line in of.lines if line["arm"] == name] for name in arms}
+    compute_of = {name: compute_to(*mean_course(comparison.lines, name), target[name]) for name in arms}
+    lines_of = {name: [line for line in comparison.lines if line["arm"] == name] for name in arms}
     lead = [
-        f"{len(arms)} arms, {len(of.lines)} runs of {budget} each.",
-        *(f"{reason}." for reason in of.failed),
+        f"{len(arms)} arms, {len(comparison.lines)} runs of {budget} each.",
+        *(f"{reason}." for reason in comparison.failed),
         *sanity(gains_of, lines_of),
     ]
     along = "compute" if budget.endswith("interactions") else "played"
-    other_sets, common_amount = _gain_elsewhere(of.lines), min(line[along][-1] for line in of.lines)
-    gains_at_common = gains(outcomes(of.lines, lambda line: ends_at(line, along, common_amount)))
-    ratios_of = per_flop(of.lines, threshold)
+    other_sets = _gain_elsewhere(comparison.lines)
+    common_amount = min(line[along][-1] for line in comparison.lines)
+    gains_at_common = gains(outcomes(comparison.lines, lambda line: ends_at(line, along, common_amount)))
+    ratios_of = per_flop(comparison.lines, threshold)
     result = {
         "budget": budget,
-        "swept": of.swept,
-        "chosen": of.chosen,
+        "swept": comparison.swept,
+        "chosen": comparison.chosen,
         "arms": {name: asdict(gain) for name, gain in gains_of.items()},
         "elsewhere": {
             key: {n: asdict(gain) for n, gain in set_gains.items()} for key, set_gains in other_sets.items()
@@ -62,8 +63,11 @@ def answer(of: Compared, budget: str, threshold: float, against: str = "") -> An
         "over_first": {
             name: {k: v and asdict(v) for k, v in ratios.items()} for name, ratios in ratios_of.items()
         },
-        "front": [list(points(of.lines)[n][:2]) for n in front([point[:2] for point in points(of.lines)])],
-        "runs": of.lines,
+        "front": [
+            list(points(comparison.lines)[n][:2])
+            for n in front([point[:2] for point in points(comparison.lines)])
+        ],
+        "runs": comparison.lines,
     }
     unit = {"compute": "FLOP", "played": "interactions"}[along]
     tables = [
@@ -76,7 +80,7 @@ def answer(of: Compared, budget: str, threshold: float, against: str = "") -> An
         _build_changes_table(
             f"All arms at an equal {compute_text(common_amount)} {unit}", gains_at_common, OTHER
         ),
-        _build_spending_table(lines_of, of),
+        _build_spending_table(lines_of, comparison),
     ]
     return Answer(result=result, lead=lead, tables=[table for table in tables if table.rows])
 
@@ -90,16 +94,17 @@ def _gain_elsewhere(lines: Sequence[Line]) -> dict[str, dict[str, Gain]]:
     }
 
 
-def sanity(found: Mapping[str, Gain], mine: Mapping[str, Sequence[Line]]) -> list[str]:
+def sanity(gains_of: Mapping[str, Gain], lines_of: Mapping[str, Sequence[Line]]) -> list[str]:
     """Name a control that gains, and arms that differ in the share of answers cut off."""
     notes = [
         f"{name} was rewarded at random and gained {both(gain.raw, '{:+.3f}')}: what is gained without one "
         "is elicited, not learned."
-        for name, gain in found.items()
-        if mine[name][0]["control"] == "random reward" and gain.raw.low > 0
+        for name, gain in gains_of.items()
+        if lines_of[name][0]["control"] == "random reward" and gain.raw.low > 0
     ]
     cut_shares = {
-        name: np.mean([line["truncated"] or 0.0 for line in arm_lines]) for name, arm_lines in mine.items()
+        name: np.mean([line["truncated"] or 0.0 for line in arm_lines])
+        for name, arm_lines in lines_of.items()
     }
     if max(cut_shares.values()) - min(cut_shares.values()) > 0.05:
         shares = ", ".join(f"{name} {share:.0%}" for name, share in cut_shares.items())

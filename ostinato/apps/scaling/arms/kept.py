@@ -99,7 +99,7 @@ def keep(folder: Path, measure: Measure = MEASURE) -> dict[str, Any]:
         "unmeasured": series.unmeasured,
         "compute": {str(axis): axis_series.compute.tolist() for axis, axis_series in by_axis.items()},
         "ended": ended(folder),
-        "acted": acted(data),
+        "acted": measure_acts(data),
     }
 
 
@@ -118,7 +118,7 @@ def scoring_rule(data: RunRows) -> str:
     return json.dumps({key: data.setting(f"reward.{key}") for key in keys}, default=str)
 
 
-def acted(data: RunRows) -> dict[str, float]:
+def measure_acts(data: RunRows) -> dict[str, float]:
     """How often the parts of the recipe acted: each metric of ``ACTED`` that the run has, as the mean over
     its steps, or of its last step."""
     values = {
