@@ -132,7 +132,7 @@ class PreparedSites:
     def prepare(self, dtype: torch.dtype) -> PreparedSites:
         return self
 
-    def changed(self, change: Callable[[Tensor], Tensor]) -> PreparedSites:
+    def map_factors(self, change: Callable[[Tensor], Tensor]) -> PreparedSites:
         """The same factors, each replaced by ``change(factor)``."""
         return PreparedSites(
             {name: Lora(change(lora.a), change(lora.b), lora.scale) for name, lora in self.at.items()}
