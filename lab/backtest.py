@@ -10,7 +10,7 @@ import numpy as np
 from ostinato.apps.scaling.curve import CONSERVATIVE, Noise, Sigmoid
 from ostinato.apps.scaling.gates import FEWEST, Standing, assess
 from ostinato.apps.scaling.posterior import Interval, Posterior, interval, posterior
-from ostinato.apps.scaling.series import Series, simulated
+from ostinato.apps.scaling.series import Series, simulate_series
 
 FRACTIONS = (0.25, 0.35, 0.5, 0.7)
 SCALERL = Sigmoid(R0=0.40, A=0.61, B=1.92, C_mid=2542.0)  # table 1 of the paper
@@ -145,7 +145,10 @@ def calibrate(
         truth = truths[number // len(ratios) % len(truths)]
         C = np.linspace(0, ratio * truth.C_mid, evaluations + 1)[1:]
         known = posterior(
-            simulated(truth, C, sd=sd, rho=rho, seed=seed + number), noise=noise, draws=1024, cells=(32, 64)
+            simulate_series(truth, C, sd=sd, rho=rho, seed=seed + number),
+            noise=noise,
+            draws=1024,
+            cells=(32, 64),
         )
         foretold = interval(known.score(beyond * C[-1]))
         hits[ratio].append(foretold.low <= float(truth.score(beyond * C[-1])) <= foretold.high)

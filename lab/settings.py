@@ -76,7 +76,7 @@ def machine() -> dict[str, Any]:
         "processor": known.get("model name") or platform.processor() or platform.machine(),
         "flags": [flag for flag in FLAGS if flag in own],
         "instruction_set": isa.instruction_set(),
-        "capped": isa.capped(),
+        "capped": isa.effective_cap(),
         "cores": logical_cores(),
         "threads": our_threads(),
         "wait_policy": os.environ.get("OMP_WAIT_POLICY", ""),

@@ -26,7 +26,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ostinato.files import cache_folder, distrusted, sync
+from ostinato.files import cache_folder, find_distrust, sync
 from ostinato.isa import processor
 
 BUILD_LIMIT_S = 180.0  # limit of one call of the compiler
@@ -113,7 +113,7 @@ def _find_flaw(library: Path) -> str | None:
         facts = os.fstat(descriptor)
         if not stat.S_ISREG(facts.st_mode):
             return "is no file"
-        if reason := distrusted(facts, os.geteuid()) or distrusted(library.parent.stat(), os.geteuid()):
+        if reason := find_distrust(facts, os.geteuid()) or find_distrust(library.parent.stat(), os.geteuid()):
             return reason
         with open(descriptor, "rb", closefd=False) as file:
             return None if _is_sealed(file.read()) else "is damaged"
@@ -132,7 +132,7 @@ def _make_private(folder: Path, warn: Callable[[str], None]) -> None:
     BuildError if it is another user's."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     facts = folder.stat()
-    if not (reason := distrusted(facts, os.geteuid())):
+    if not (reason := find_distrust(facts, os.geteuid())):
         return
     if facts.st_uid != os.geteuid():
         raise BuildError(

@@ -89,7 +89,7 @@ class ControlTokens:
     def _spelling(self) -> re.Pattern[str]:
         return re.compile(_match_words(self.ids) if self.ids else r"(?!)")
 
-    def spelled(self, value: Any) -> str:
+    def find_spelled(self, value: Any) -> str:
         """The first control token that a text in ``value`` (lists and mappings too) spells, or ""."""
         if isinstance(value, str):
             match = self._spelling.search(value)
@@ -99,7 +99,7 @@ class ControlTokens:
             parts = (part for item in value.items() for part in item)
         elif isinstance(value, list | tuple):
             parts = value
-        return next(filter(None, map(self.spelled, parts)), "")
+        return next(filter(None, map(self.find_spelled, parts)), "")
 
     def hide(self, value: Any) -> Any:
         """``value`` with a placeholder wherever one of its texts spells a control token."""

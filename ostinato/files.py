@@ -95,7 +95,7 @@ def cache_folder() -> Path:
     user = os.geteuid()
     folder = Path(tempfile.gettempdir()) / f"ostinato-{user}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    if reason := distrusted(folder.lstat(), user):
+    if reason := find_distrust(folder.lstat(), user):
         raise ValueError(
             f"there is no home folder, and {folder} {reason}; set XDG_CACHE_HOME to your own folder"
         )
@@ -119,7 +119,7 @@ def read_cached(file: Path, parse: Callable[[Any], T]) -> T | None:
         return None
 
 
-def distrusted(facts: os.stat_result, user: int) -> str:
+def find_distrust(facts: os.stat_result, user: int) -> str:
     """The reason why others than ``user`` and root can change a file or folder; empty if they cannot."""
     if facts.st_uid not in (user, 0):
         return f"belongs to user {facts.st_uid}, not to {user}"

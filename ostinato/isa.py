@@ -42,13 +42,13 @@ def apply(environ: MutableMapping[str, str] = os.environ, cpuinfo: str | None = 
 
     Raises ValueError for a value that is none of the known ones.
     """
-    cap = capped(environ, cpuinfo)
+    cap = effective_cap(environ, cpuinfo)
     if cap != NATIVE:
         for variable, value in zip(_VARIABLES, _CAPS[cap], strict=True):
             environ.setdefault(variable, value)
 
 
-def capped(environ: Mapping[str, str] = os.environ, cpuinfo: str | None = None) -> str:
+def effective_cap(environ: Mapping[str, str] = os.environ, cpuinfo: str | None = None) -> str:
     """The effective cap: a key of the sets above, or "native". Raises ValueError as ``apply`` does."""
     cap = environ.get(VARIABLE, "") or NATIVE
     if cap != NATIVE and cap not in _CAPS:
@@ -60,7 +60,7 @@ def capped(environ: Mapping[str, str] = os.environ, cpuinfo: str | None = None) 
 
 def flags(environ: Mapping[str, str] = os.environ, cpuinfo: str | None = None) -> tuple[str, ...]:
     """Options of gcc and clang that choose the instruction set of the kernels."""
-    cap = capped(environ, cpuinfo)
+    cap = effective_cap(environ, cpuinfo)
     if cap == NATIVE:
         return (
             "-mcpu=native" if _is_arm(_read_features(cpuinfo)) else "-march=native",
@@ -77,7 +77,7 @@ def instruction_set(environ: Mapping[str, str] = os.environ, cpuinfo: str | None
     features = _read_features(cpuinfo)
     if _is_arm(features):
         return "NEON with bf16" if "bf16" in features else "NEON"
-    cap = capped(environ, cpuinfo)
+    cap = effective_cap(environ, cpuinfo)
     best = _find_best(features) if cap == NATIVE else cap
     return _NAMES[best] if best else f"{platform.machine()} without AVX2"
 

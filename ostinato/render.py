@@ -248,7 +248,7 @@ class Renderer:
             messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
         unwritten = self._unwritten if tools or any(m["role"] == "tool" for m in messages) else ()
         contents = (*for_template(messages, tools, self.takes_tools, writes_calls, unwritten), more)
-        if not (spelled := self.control.spelled(contents)):
+        if not (spelled := self.control.find_spelled(contents)):
             return render(*contents)
         marked = render(*self.control.hide(contents))
         if self.control.show(marked) != render(*contents):

@@ -55,7 +55,7 @@ class ThreadLinks:
     def place(self, axis: str) -> int:
         return self._axes[axis][0]
 
-    def gathered(self, x: Tensor, axis: str) -> Tensor:
+    def gather(self, x: Tensor, axis: str) -> Tensor:
         return self._join(x, axis)
 
     def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int], axis: str) -> Tensor:

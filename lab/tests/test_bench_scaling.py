@@ -15,7 +15,7 @@ from lab.harness import tell
 from ostinato.apps.scaling.curve import MEASURED
 from ostinato.apps.scaling.gates import Flag, assess
 from ostinato.apps.scaling.posterior import posterior
-from ostinato.apps.scaling.series import simulated
+from ostinato.apps.scaling.series import simulate_series
 from ostinato.run import to_json
 
 
@@ -59,7 +59,7 @@ def test_healthy_runs_seldom_look_fallen() -> None:
     """Forty evaluations, 150 times: one run in a hundred at most."""
     tails = 0
     for seed in range(150):
-        run = simulated(
+        run = simulate_series(
             SCALERL, np.linspace(1500, 20_000, 40), sd=MEASURED.floor, rho=MEASURED.rho, seed=seed
         )
         tails += Flag.TAIL in assess(posterior(run, draws=512, cells=(24, 48))).flags

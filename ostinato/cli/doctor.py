@@ -134,7 +134,7 @@ def extras() -> Iterator[Finding]:
 
 def arithmetic(choice: threads.Threads, environ: Mapping[str, str]) -> Iterator[Finding]:
     """The instruction set of the kernels, and settings that leave cores idle or let threads spin."""
-    cap = isa.capped()
+    cap = isa.effective_cap()
     limit = "" if cap == isa.NATIVE else f" ({isa.VARIABLE}={cap} caps it)"
     yield Finding(name="instruction set", value=isa.instruction_set() + limit)
     logical, physical = threads.logical_cores(), threads.physical_cores()

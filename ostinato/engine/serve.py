@@ -206,7 +206,7 @@ class SamplerLink:
         self.name = remote.name
         self._remote, self._silence_s = remote, silence_s
 
-    async def built(self) -> SamplerLink:
+    async def wait_until_built(self) -> SamplerLink:
         """Wait until the sampler is built, and return this link: a policy that is sent before the model is
         loaded may be lost. The worker is ended if building fails or the wait is cancelled."""
         try:

@@ -254,7 +254,7 @@ def _parse_field(line: str) -> tuple[str, str]:
 
 def cache_file(work: Products) -> Path:
     """Return ``~/.cache/ostinato/threads-<fingerprint>-<products>.json``; XDG_CACHE_HOME is honoured."""
-    digest = hashlib.sha256(repr((isa.capped(), work)).encode()).hexdigest()[:8]
+    digest = hashlib.sha256(repr((isa.effective_cap(), work)).encode()).hexdigest()[:8]
     return cache_folder() / f"threads-{fingerprint()}-{digest}.json"
 
 

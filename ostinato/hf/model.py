@@ -218,7 +218,7 @@ class TransformersModel:
         @contextmanager
         def restore(tape: Any) -> Iterator[None]:
             replay = self._replay
-            routes = replay.again(tape) if replay is not None and tape is not None else nullcontext()
+            routes = replay.restore(tape) if replay is not None and tape is not None else nullcontext()
             with self.using(factors, packed=attend is not None), routes:
                 yield
 

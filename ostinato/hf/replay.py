@@ -214,7 +214,7 @@ class Replay:
         return self._tape
 
     @contextmanager
-    def again(self, tape: Tape) -> Iterator[None]:
+    def restore(self, tape: Tape) -> Iterator[None]:
         """Set ``tape`` again, for the layers that checkpointing recomputes after its ``using`` has ended."""
         previous, last_tapes = self._tape, self._last
         self._tape = tape

@@ -202,7 +202,9 @@ def warn_of_control_tokens(renderer: Renderer, chats: Sequence[tuple[str, Any]])
     """Log a warning if any of ``chats``, (row name, chat), spells control tokens, which the model gets as
     text."""
     spelled = [
-        (row_name, token) for row_name, messages in chats if (token := renderer.control.spelled(messages))
+        (row_name, token)
+        for row_name, messages in chats
+        if (token := renderer.control.find_spelled(messages))
     ]
     if spelled:
         row_name, token = spelled[0]

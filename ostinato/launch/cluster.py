@@ -219,7 +219,7 @@ class WorkerFactory:
             name = f"sampler-{index}"
             history = str((self.folder / "history.bin").absolute())
             remote = self._remote(name, f"{self.workers}:sampler", name=name, history=history)
-            return await SamplerLink(remote, section.silence_s).built()
+            return await SamplerLink(remote, section.silence_s).wait_until_built()
 
         return EnginePool(
             spawn,

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from ostinato.config import Recipe
 from ostinato.reward.remote import GraderServer
 from ostinato.reward.workers import Scorer, WorkerGrader
-from ostinato.workers.host import here
+from ostinato.workers.host import own_place
 from ostinato.workers.remote import WorkerFault
 
 
@@ -41,5 +41,5 @@ def grader(recipe: str, name: str) -> GraderServer:
         worker_grader.check()
     except ValueError as error:
         worker_grader.close()
-        raise WorkerFault(f"{name} on {here().host}: {error}") from error
+        raise WorkerFault(f"{name} on {own_place().host}: {error}") from error
     return GraderServer(worker_grader, name)

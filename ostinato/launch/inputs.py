@@ -486,7 +486,7 @@ APPS = {
     "verifiers:": "ostinato.apps.serve.verifiers:VerifiersAgent",
     "task.memory": "ostinato.apps.memory.conversations:conversations",
     "judge:": "ostinato.apps.product.panel:scorers",
-    "judge revisions": "ostinato.apps.product.judges:pinned",
+    "judge revisions": "ostinato.apps.product.judges:pin_judges",
     "forecast": "ostinato.apps.scaling.forecast:new_forecaster",
 }
 

@@ -308,7 +308,7 @@ class RunComponents:
         try:
             if self.ready is not None:
                 with StopSignals(0.0, at_once=True) as signals, contextlib.suppress(Abandoned):
-                    await signals.bounded(self.ready())
+                    await signals.run_bounded(self.ready())
                 if signals.received is not None:
                     return Finished(state=loop.state, why=Finish.of(signals.received))
             return await loop.run()

@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from ostinato.observe.figures import BASELINE, K3_NATS, finish, planned_steps, status, steps_text, tenth
-from ostinato.observe.gap import arm_of, measured
+from ostinato.observe.gap import arm_of, select_measured
 from ostinato.observe.rows import Row, RunRows, column, ends, mean, total
 from ostinato.observe.stats import difference, estimate, number
 
@@ -116,7 +116,7 @@ def _report_alarms(data: RunRows) -> Iterator[Concern]:
 
 def _check_replay(data: RunRows) -> Iterator[Concern]:
     """Yield concerns about replay, from the last full comparison of sampler and trainer."""
-    rows = measured(data)
+    rows = select_measured(data)
     if not rows or not arm_of(rows[-1], "replay"):
         return
     row = rows[-1]

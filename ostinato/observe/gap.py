@@ -35,7 +35,7 @@ QUANTITIES = {  # r: trainer over sampler, of one sampled token
 }
 
 
-def measured(data: RunRows) -> list[Row]:
+def select_measured(data: RunRows) -> list[Row]:
     """The rows that have a native arm, in order of steps."""
     return [row for row in by_step(data.logs["mismatch"]) if arm_of(row, "native")]
 
@@ -47,7 +47,7 @@ def arm_of(row: Row, name: str) -> Row:
 
 def describe_gap(data: RunRows) -> str:
     """Description of the last measurement in one or two sentences."""
-    rows = measured(data)
+    rows = select_measured(data)
     if not rows:
         hint = " (log.mismatch_every is 0)" if data.setting("log.mismatch_every") == 0 else ""
         return f"Compared at every step, but never in full: mismatch.jsonl has no rows{hint}."
@@ -68,7 +68,7 @@ def describe_gap(data: RunRows) -> str:
 def compare_arms(data: RunRows) -> list[Table]:
     """Tables of the arms of the last measurement beside the floor, which is measured once, and of routes and
     the correction where they are recorded."""
-    rows, facts = measured(data), _facts(data)
+    rows, facts = select_measured(data), _facts(data)
     facts_table = [Table(title="Beside it", head=("value",), rows=facts, words=("value",))] if facts else []
     if not rows:
         return facts_table
@@ -114,7 +114,7 @@ def _format_k3(arm: Row) -> str:
 def _facts(data: RunRows) -> list[tuple[str, str]]:
     """(name, value) of the ratio's correction, replay, routes and their size, and the measurement's
     seconds."""
-    rows, metrics, starts = measured(data), data.logs["metrics"], data.logs["starts"]
+    rows, metrics, starts = select_measured(data), data.logs["metrics"], data.logs["starts"]
     latest, algorithm = metrics[-1] if metrics else {}, mapping(starts[-1].get("algorithm")) if starts else {}
     facts: list[tuple[str, str]] = []
     if (kind := str(algorithm.get("correction", "none"))) != "none":
@@ -167,7 +167,7 @@ def summarise_gap(data: RunRows) -> dict[str, Any]:
         "run": data.name,
         "direction": DIRECTION,
         "lead": describe_gap(data),
-        "measured": measured(data),
+        "measured": select_measured(data),
         "last_step": {key: latest[key] for key in latest if key.startswith(prefixes)},
         "alarms": data.logs["watch"],
     }

@@ -163,7 +163,7 @@ def limit_spans(spans: Sequence[Span], most: int) -> list[Span]:
     return coarse
 
 
-def kept(spans: Iterable[Span], *, step: int, file_bytes: int) -> list[Span]:
+def select_spans(spans: Iterable[Span], *, step: int, file_bytes: int) -> list[Span]:
     """The spans to write for a step, given all of its ``spans`` (in order per worker) and the file's size.
 
     Every step is written in the first 8 MiB of the file, every 2nd in the next 8, every 4th in the next: the

@@ -73,7 +73,7 @@ def slots_of(config: ModelConfig, adapter: AdapterSpec | None, layer: int) -> Sl
     return Slots(ranks, False, adapter.expert_scheme == ExpertScheme.SHARED_OUTER)
 
 
-def saved(config: ModelConfig, slots: Slots, rows: Rows, width: float, *, moe: bool) -> float:
+def saved_bytes(config: ModelConfig, slots: Slots, rows: Rows, width: float, *, moe: bool) -> float:
     """Bytes that one layer keeps of one microbatch until its backward. ``config``: of the rank's own part
     (``share.local_config``); ``width``: bytes of an activation."""
     b, hidden = width, config.hidden_size

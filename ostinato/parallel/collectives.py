@@ -166,7 +166,7 @@ class Collectives:
 
     # ---- not differentiable
 
-    def gathered(self, x: Tensor, axis: str) -> Tensor:
+    def gather(self, x: Tensor, axis: str) -> Tensor:
         """``all_gather`` without gradients."""
         n = self.size(axis)
         if n == 1:
@@ -177,7 +177,7 @@ class Collectives:
         self._run("all_gather", axis, whole * (n - 1) // n, lambda g: _all_gather(out, x, group=g))
         return out
 
-    def scattered(self, x: Tensor, axis: str) -> Tensor:
+    def scatter(self, x: Tensor, axis: str) -> Tensor:
         """``reduce_scatter`` without gradients."""
         n = self.size(axis)
         if n == 1:
@@ -195,7 +195,7 @@ class Collectives:
         """Maximum of ``x`` over an axis, in place."""
         return self._reduce_in_place(x, axis, dist.ReduceOp.MAX)
 
-    def exchanged(self, x: Tensor, sent: Sequence[int], received: Sequence[int], axis: str) -> Tensor:
+    def exchange(self, x: Tensor, sent: Sequence[int], received: Sequence[int], axis: str) -> Tensor:
         """``all_to_all`` without gradients."""
         if self.size(axis) == 1:
             return x
@@ -248,24 +248,24 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, links: Collectives, axis: str) -> Tensor:
         ctx.links, ctx.axis = links, axis
-        return links.gathered(x, axis)
+        return links.gather(x, axis)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.links.scattered(grad, ctx.axis), None, None
+        return ctx.links.scatter(grad, ctx.axis), None, None
 
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, links: Collectives, axis: str) -> Tensor:
         ctx.links, ctx.axis = links, axis
-        return links.scattered(x, axis)
+        return links.scatter(x, axis)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.links.gathered(grad, ctx.axis), None, None
+        return ctx.links.gather(grad, ctx.axis), None, None
 
 
 class _Sum(torch.autograd.Function):
@@ -285,12 +285,12 @@ class _Exchange(torch.autograd.Function):
         ctx: Any, x: Tensor, links: Collectives, sent: tuple[int, ...], received: tuple[int, ...], axis: str
     ) -> Tensor:
         ctx.links, ctx.sent, ctx.received, ctx.axis = links, sent, received, axis
-        return links.exchanged(x, sent, received, axis)
+        return links.exchange(x, sent, received, axis)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return ctx.links.exchanged(grad, ctx.received, ctx.sent, ctx.axis), None, None, None, None
+        return ctx.links.exchange(grad, ctx.received, ctx.sent, ctx.axis), None, None, None, None
 
 
 def all_gather_ragged(

@@ -154,7 +154,7 @@ class Copies:
         """Sum the copies [S, N] of each row to [R, N], weighted with [S], in fp32 at least."""
         return _Collect.apply(copies, weights, self)  # type: ignore[return-value]
 
-    def summed(self, copies: Tensor, weights: Tensor | None = None) -> Tensor:
+    def sum(self, copies: Tensor, weights: Tensor | None = None) -> Tensor:
         """``collect`` without gradients."""
         wide = torch.promote_types(copies.dtype, torch.float32)
         total = copies.new_zeros(self.rows, *copies.shape[1:], dtype=wide)
@@ -175,7 +175,7 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.copies.summed(grad), None
+        return ctx.copies.sum(grad), None
 
 
 class _Collect(torch.autograd.Function):
@@ -183,7 +183,7 @@ class _Collect(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, weights: Tensor | None, copies: Copies) -> Tensor:
         ctx.copies = copies
         ctx.save_for_backward(*((rows, weights) if weights is not None else ()))
-        return copies.summed(rows, weights)
+        return copies.sum(rows, weights)
 
     @staticmethod
     @once_differentiable

@@ -37,7 +37,7 @@ def sharded_fingerprint(
         if weight is None:
             continue
         if pieces is not None and pieces.shape(weight) is not None:
-            weight = pieces.joined(weight, weight.detach())  # on all of its ranks at once
+            weight = pieces.join(weight, weight.detach())  # on all of its ranks at once
         owned = [part for part in owned_parts(config, shares, name, shape) if part.rank == mesh.rank]
         if owned:
             samples[index] = _sampled(weight.detach(), shape, owned[0])

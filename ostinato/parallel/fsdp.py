@@ -63,13 +63,13 @@ class Pieces:
         """Shape of the matrix that a parameter is a piece of; None where it is whole."""
         return self._shapes.get(id(piece))
 
-    def joined(self, piece: Tensor, values: Tensor) -> Tensor:
+    def join(self, piece: Tensor, values: Tensor) -> Tensor:
         """``values`` of one piece (its optimizer moments, itself) joined over the ranks, [whole shape]."""
         shape = self._shapes[id(piece)]
-        return self._links.gathered(values, "f")[: shape.numel()].view(shape)
+        return self._links.gather(values, "f")[: shape.numel()].view(shape)
 
     def own(self, piece: Tensor, whole: Tensor) -> Tensor:
-        """The inverse of ``joined``: this rank's piece of ``whole``."""
+        """The inverse of ``join``: this rank's piece of ``whole``."""
         parts = self._links.size("f")
         padded = F.pad(whole.flatten(), (0, -whole.numel() % parts))
         return padded.view(parts, -1)[self._links.place("f")].clone()

@@ -91,7 +91,7 @@ class ShardedLeaves:
             local_tensor = own.get(name)
             if local_tensor is not None and self._is_in_pieces(self.named[name]):
                 assert self._pieces is not None
-                local_tensor = self._pieces.joined(self.named[name], local_tensor)
+                local_tensor = self._pieces.join(self.named[name], local_tensor)
             whole = torch.empty(shape, dtype=example.dtype) if self._mesh.rank == 0 else None
             for part in owned_parts(self._config, self._shares, name, shape):
                 self._transfer_part(part, local_tensor, whole, example.dtype)

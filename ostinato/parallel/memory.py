@@ -16,7 +16,7 @@ from enum import StrEnum
 
 from ostinato.model.config import ModelConfig
 from ostinato.model.shapes import AdapterSpec
-from ostinato.parallel.activations import CHUNK, FP32, Rows, boundary, ends, once, saved, slots_of
+from ostinato.parallel.activations import CHUNK, FP32, Rows, boundary, ends, once, saved_bytes, slots_of
 from ostinato.parallel.elements import (
     Elements,
     chunk_layers,
@@ -155,7 +155,7 @@ class Training:
         if layer is None:
             return 0.0
         slots, local_config = slots_of(self.config, self.adapter, layer), local(self.config, self.layout)
-        return saved(local_config, slots, self.rows(), self.precision.compute.num_bytes, moe=moe)
+        return saved_bytes(local_config, slots, self.rows(), self.precision.compute.num_bytes, moe=moe)
 
     def _terms(self, stage: int, layer_bytes: dict[bool, float], backward: bool) -> dict[str, float]:
         """Bytes of a rank of ``stage`` by term, without fragmentation."""

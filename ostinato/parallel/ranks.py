@@ -167,7 +167,7 @@ class Meeting:
         dist.init_process_group(terms.backend, store=group, rank=rank, world_size=world, timeout=timeout)
         self._group = dist.new_group(backend="gloo", timeout=timeout)
 
-    def built(self) -> None:
+    def wait_until_built(self) -> None:
         """Wait until all ranks have loaded their part: groups are made together, and within a timeout."""
         self.all_there("built", MEET_S, "did not load their part of the model within")
 
@@ -179,7 +179,7 @@ class Meeting:
         self._calls += 1
         dist.broadcast_object_list([name, seal(arguments)], 0, group=self._group)
 
-    def awaited(self) -> tuple[str, tuple[Any, ...]]:
+    def wait_for_call(self) -> tuple[str, tuple[Any, ...]]:
         """Wait for the next call; its name and arguments. Raises dist.DistError where rank 0 is gone."""
         key = f"call/{self._calls}"
         while True:
@@ -289,7 +289,7 @@ def leading(
     try:
         try:
             meeting.join(meeting.terms(terms))
-            trainer = ShardedTrainer(new_local(meeting.built), meeting, answers)
+            trainer = ShardedTrainer(new_local(meeting.wait_until_built), meeting, answers)
         except Exception as error:
             if not of_connection(error):
                 raise
@@ -318,10 +318,10 @@ def following(
     try:
         terms = meeting.terms()
         meeting.join(terms)
-        local = new_local(terms.recipe, meeting.built)
+        local = new_local(terms.recipe, meeting.wait_until_built)
         while True:
             task = "waiting for a call"
-            name, arguments = meeting.awaited()
+            name, arguments = meeting.wait_for_call()
             if name == STOP:
                 break
             task = name

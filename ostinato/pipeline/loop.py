@@ -181,13 +181,13 @@ class Loop:
         if self.plan.recipe.pipeline.overlap and self.drafting is not None:
             self.drafting.begin()
         if self.plan.recipe.eval.at_start or self.state.step:
-            await signals.bounded(self._evaluate())
+            await signals.run_bounded(self._evaluate())
         if self.forgetting is not None and not self.state.step:
-            await signals.bounded(self._scores.remember(self.forgetting))
+            await signals.run_bounded(self._scores.remember(self.forgetting))
         while self._has_next:
-            await signals.bounded(self._step())
+            await signals.run_bounded(self._step())
             if signals.received is None:
-                await signals.bounded(self._evaluate())
+                await signals.run_bounded(self._evaluate())
             if self._is_due(self.plan.recipe.trainer.checkpoint_every):
                 self._checkpoint()
             if self.state.empty_in_a_row >= self.plan.max_empty_steps:
@@ -195,7 +195,7 @@ class Loop:
                 raise nothing_to_learn(self.state, self.folder.metrics.path, counts)
         if signals.limited:
             self._activity = f"what is on its way after step {self.state.step} may end"
-            await signals.bounded(self._buffer.drain())
+            await signals.run_bounded(self._buffer.drain())
 
     @property
     def _has_next(self) -> bool:
@@ -298,8 +298,10 @@ class Loop:
             totals=add_totals(old.totals, row, self._ledger.terms),
         )
         self._between_steps = False
-        row |= self.state.left(old, len(self.tasks)) if self.plan.recipe.rollout.solved_for_good else {}
-        row |= self.state.accounted()
+        row |= (
+            self.state.count_retired(old, len(self.tasks)) if self.plan.recipe.rollout.solved_for_good else {}
+        )
+        row |= self.state.account_groups()
         if train_batch.num_anew:
             row["groups/played_anew"] = float(train_batch.num_anew)
 

@@ -16,7 +16,7 @@ from ostinato.algo.algorithms import Algorithm
 from ostinato.algo.pack import pack
 from ostinato.observe.ledger import POOL, Ledger
 from ostinato.observe.stability import watch_after
-from ostinato.observe.timeline import Kind, Span, kept, pool_of
+from ostinato.observe.timeline import Kind, Span, pool_of, select_spans
 from ostinato.pipeline.account import (
     Clock,
     busy_by_pool,
@@ -199,7 +199,7 @@ class StepRecorder:
     def draw(self, step: int, spans: Sequence[Span]) -> None:
         path = self.folder.timeline.path
         size = path.stat().st_size if path.exists() else 0
-        if rows := [span.to_json() for span in kept(spans, step=step, file_bytes=size)]:
+        if rows := [span.to_json() for span in select_spans(spans, step=step, file_bytes=size)]:
             self.folder.timeline.append(*rows)
 
     def report(

@@ -87,7 +87,7 @@ class StopSignals:
         """Whether only the grace period is left."""
         return self.received is signal.SIGTERM
 
-    async def bounded(self, work: Coroutine[Any, Any, T]) -> T:
+    async def run_bounded(self, work: Coroutine[Any, Any, T]) -> T:
         """Return the result of ``work``. It is cancelled when the grace period ends, a second Ctrl-C comes or
         ``give_up`` is called; then Abandoned, KeyboardInterrupt or the error of ``give_up`` is raised."""
         if self._is_expired:

@@ -87,7 +87,7 @@ class LoopState:
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
-    def accounted(self) -> dict[str, float]:
+    def account_groups(self) -> dict[str, float]:
         """Return metrics of all admitted groups, each counted once: trained on, dropped, or in flight."""
         dropped = sum(self.dropped.values())
         assert self.admitted == self.trained + dropped + len(self.ahead), (
@@ -101,7 +101,7 @@ class LoopState:
             "groups/outstanding": float(len(self.ahead)),
         }
 
-    def left(self, before: LoopState, prompts: int) -> dict[str, float]:
+    def count_retired(self, before: LoopState, prompts: int) -> dict[str, float]:
         """Return metrics of prompts that have left for good, of ``prompts``: since ``before`` and in all."""
         total = len(self.retired)
         return {

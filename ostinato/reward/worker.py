@@ -228,7 +228,7 @@ def _describe_with_hint(error: BaseException, is_confined: bool) -> str:
     if is_confined:
         hint = HIDDEN.format(name) if (name := _find_hidden_variable(error)) else ""
         hint = hint or (OPEN_UP if _is_refusal(error) else "")
-    return f"{describe(error)}{where(error)}{hint}"
+    return f"{describe(error)}{locate_error(error)}{hint}"
 
 
 def _find_hidden_variable(error: BaseException) -> str:
@@ -285,7 +285,7 @@ def _is_refusal(error: BaseException | None) -> bool:
     return False
 
 
-def where(error: BaseException) -> str:
+def locate_error(error: BaseException) -> str:
     """Return `` (reward.py:12)``, the innermost line of the user's own code; empty where there is none."""
     frames = [frame for frame in _extract_frames(error) if _is_user_file(frame.filename)]
     if isinstance(error, SyntaxError) and error.filename and _is_user_file(error.filename):

@@ -144,11 +144,11 @@ class Accumulator:
     def forward_backward(self, rows: Sequence[Row], loss: TokenLoss) -> Scored:
         """Add the gradients of the loss. Raises ValueError naming the first row that cannot be learned from,
         before any work."""
-        return drained(self.pieces(rows, loss, learn=True))
+        return run_to_end(self.pieces(rows, loss, learn=True))
 
     def forward(self, rows: Sequence[Row], loss: TokenLoss) -> Scored:
         """Score rows without gradients; log-probabilities equal those of ``forward_backward`` bit for bit."""
-        return drained(self.pieces(rows, loss, learn=False))
+        return run_to_end(self.pieces(rows, loss, learn=False))
 
     def pieces(self, rows: Sequence[Row], loss: TokenLoss, *, learn: bool) -> Generator[None, None, Scored]:
         """``forward_backward`` or ``forward``, one microbatch per iteration: the thread may do other work in
@@ -162,7 +162,7 @@ class Accumulator:
             [None if leaf.grad is None else leaf.grad.clone() for leaf in leaves] if learn else []
         )
         try:
-            for part in packed(rows, self._budget, self.decoder):
+            for part in pack_rows(rows, self._budget, self.decoder):
                 logprobs, value = self._learned(part, loss) if learn else self._read(part, loss)
                 total += value
                 logprobs_by_row |= part.split(logprobs)
@@ -233,7 +233,7 @@ class Accumulator:
         self._optimizer.zero_grad()
 
 
-def drained(work: Generator[None, None, T]) -> T:
+def run_to_end(work: Generator[None, None, T]) -> T:
     """Run a generator to its end and return its return value."""
     while True:
         try:
@@ -280,7 +280,7 @@ class Part:
         }
 
 
-def packed(rows: Sequence[Row], tokens_per_microbatch: int, decoder: Base) -> Iterator[Part]:
+def pack_rows(rows: Sequence[Row], tokens_per_microbatch: int, decoder: Base) -> Iterator[Part]:
     """The rows in microbatches of at most ``tokens_per_microbatch``, first-fit-decreasing, prompts shared."""
     samples = [_sample(row, index) for index, row in enumerate(rows)]
     weights = [sample.loss_mask.astype(np.float64) for sample in samples]

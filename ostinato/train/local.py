@@ -18,7 +18,15 @@ from ostinato.model.lora import Adapters, Factors, Prepared
 from ostinato.model.ops import Ops
 from ostinato.train.halve import halves, whole_outcome, whole_scores
 from ostinato.train.inputs import Inputs
-from ostinato.train.passes import Objective, Outcome, ScoreOptions, Scores, counted, head_products, watching
+from ostinato.train.passes import (
+    Objective,
+    Outcome,
+    ScoreOptions,
+    Scores,
+    compare_routing,
+    head_products,
+    watch_routers,
+)
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T", Outcome, Scores)
@@ -120,20 +128,20 @@ class LocalPasses:
         self._is_adding = False
         hidden, native = self.forward(part, factors and factors.prepared)
         logprobs, entropy = self.logprobs(hidden, part, want_entropy=True)
-        scores = Scores(logprobs=logprobs, entropy=entropy, counts=counted(part, native))
+        scores = Scores(logprobs=logprobs, entropy=entropy, counts=compare_routing(part, native))
         outcome = objective(part, scores)
         self._is_adding = factors is None  # to gradients that are there, which cannot be undone
         (outcome.loss * scale).backward()
         self._is_adding = False
         if factors:
             factors.add()
-        return outcome.detached()
+        return outcome.detach()
 
     def _scored(self, part: Inputs, options: ScoreOptions, prepared: Prepared | None) -> Scores:
         """Forward of a microbatch alone, with what ``options`` asks for."""
         self.progress += 1
         margins_by_layer: list[Tensor] = []
-        ops = watching(self._ops, margins_by_layer) if options.margins else self._ops
+        ops = watch_routers(self._ops, margins_by_layer) if options.margins else self._ops
         with torch.set_grad_enabled(options.as_trained):
             hidden, native = self.forward(part, prepared, ops)
         logprobs = None
@@ -142,7 +150,7 @@ class LocalPasses:
                 logprobs, _ = self.logprobs(hidden.detach(), part, want_entropy=False)
         return Scores(
             logprobs=logprobs,
-            counts=counted(part, native),
+            counts=compare_routing(part, native),
             native=native if options.native else None,
             margins=torch.stack(margins_by_layer, dim=1) if margins_by_layer else None,
         )

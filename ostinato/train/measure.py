@@ -38,7 +38,7 @@ class Scored:
     margins: np.ndarray | None = None  # [T, L], see model.moe.margins
 
 
-def scored(passes: Passes, parts: Sequence[Inputs], *, floor: bool, replay: bool) -> list[Scored]:
+def score_parts(passes: Passes, parts: Sequence[Inputs], *, floor: bool, replay: bool) -> list[Scored]:
     """Score microbatches in up to three ways, by the same forward as in training (``ScoreOptions``)."""
     natively = [replace(part, routing=None) for part in parts]
     native = passes.score(natively, ScoreOptions(native=True, margins=True))

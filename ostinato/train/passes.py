@@ -48,7 +48,7 @@ class Outcome:
     mismatch: Mismatch
     counts: Tensor | None  # as in ``Scores``
 
-    def detached(self) -> Outcome:
+    def detach(self) -> Outcome:
         return replace(self, loss=self.loss.detach())
 
 
@@ -109,12 +109,12 @@ def reference_of(adapters: Adapters | None, algorithm: Algorithm) -> Adapters | 
     return adapters.detach_copy() if adapters is not None and is_start else None
 
 
-def counted(part: Inputs, native: Tensor | None) -> Tensor | None:
+def compare_routing(part: Inputs, native: Tensor | None) -> Tensor | None:
     """``row_counts`` of carried experts against native ones; None where there is nothing to compare."""
     return None if native is None or part.carried is None else row_counts(native, part.carried)
 
 
-def watching(ops: Ops, into: list[Tensor]) -> Ops:
+def watch_routers(ops: Ops, into: list[Tensor]) -> Ops:
     """``ops`` whose ``route`` also appends the margins [T] of every MoE layer in the pass to ``into``."""
 
     def route(

@@ -20,7 +20,7 @@ from ostinato.model.base import Facts
 from ostinato.model.flops import FlopModel, Work
 from ostinato.train.gate import agreement, coverage, refusal, unreplayable, without_routes
 from ostinato.train.inputs import Inputs, as_inputs
-from ostinato.train.measure import mismatch_row, scored
+from ostinato.train.measure import mismatch_row, score_parts
 from ostinato.train.passes import Passes, ScoreOptions
 from ostinato.train.totals import Totals, balance
 from ostinato.types import Batch, Microbatch
@@ -86,7 +86,7 @@ class ReplayGuard:
         started = time.perf_counter()
         parts = [self.inputs(microbatch) for microbatch in batch.microbatches]
         can_replay = self._moe is not None and not unreplayable(batch.microbatches, self._moe)
-        results = scored(self._passes, parts, floor=floor, replay=can_replay)
+        results = score_parts(self._passes, parts, floor=floor, replay=can_replay)
         row = mismatch_row(results, self._moe.layers if self._moe else ())
         row["replay"] = "replay" in row["arms"] and bool(self._replay)
         work = sum((result.work for result in results), Work())

@@ -32,7 +32,7 @@ from ostinato.parallel.rows import Ulysses
 from ostinato.parallel.stages import Forward, Stages
 from ostinato.train.gate import row_counts
 from ostinato.train.inputs import Inputs
-from ostinato.train.passes import Objective, Outcome, ScoreOptions, Scores, head_products, watching
+from ostinato.train.passes import Objective, Outcome, ScoreOptions, Scores, head_products, watch_routers
 from ostinato.types import NO_EXPERT, Segment
 
 
@@ -57,7 +57,7 @@ class Slice:
     places: Tensor  # [m] int64: ... these of the R targets
 
 
-def sliced(part: Inputs, index: int, mesh: Mesh, links: Collectives) -> Slice:
+def slice_part(part: Inputs, index: int, mesh: Mesh, links: Collectives) -> Slice:
     """The part that this rank computes of a microbatch of its data rank."""
     length = len(part.tokens)
     total = length + padding(length, mesh.layout)
@@ -187,7 +187,7 @@ class ShardedPasses:
         for part, (logprobs, entropy), part_counts in zip(parts, pairs, counts, strict=True):
             entropy.requires_grad_()  # an objective that uses its gradient requires one
             scores = Scores(logprobs=logprobs, entropy=entropy, counts=part_counts)
-            outcomes.append(objective(part, scores).detached())
+            outcomes.append(objective(part, scores).detach())
         return outcomes
 
     def score(self, parts: Sequence[Inputs], options: ScoreOptions) -> list[Scores]:
@@ -227,7 +227,7 @@ class ShardedPasses:
         """Cut this rank's slices of its microbatches, in order, and count the padding that all ranks run."""
         mesh, layout = self._mesh, self._mesh.layout
         shards = [
-            sliced(part, index, mesh, self._links)
+            slice_part(part, index, mesh, self._links)
             for index, part in enumerate(parts)
             if index % layout.data == mesh.coords.data
         ]
@@ -247,7 +247,7 @@ class ShardedPasses:
             dict(zip(self._stages.chunks, self._decoders, strict=True)),
             self._reference if options.reference else self._adapters,
             _rows,
-            ops=watching(self._ops, margins_by_layer) if options.margins else self._ops,
+            ops=watch_routers(self._ops, margins_by_layer) if options.margins else self._ops,
             recompute=self._recompute,
         )
 

@@ -34,7 +34,7 @@ class Place:
     ostinato: str
 
 
-def here() -> Place:
+def own_place() -> Place:
     """The place of this process."""
     try:
         own_version = version("ostinato")
@@ -96,7 +96,7 @@ class Host:
             self._object = await self._run(lambda: resolve(factory)(**arguments), ())
         finally:
             self._built.set_result(None)
-        return here()
+        return own_place()
 
     async def _run(self, function: Any, arguments: Sequence[Any]) -> Any:
         """The result of a coroutine function in the event loop, or of another function in the thread."""

@@ -34,7 +34,7 @@ from ray import exceptions
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from ostinato.workers.host import BUILD, Host, Place, here
+from ostinato.workers.host import BUILD, Host, Place, own_place
 from ostinato.workers.process import witness
 from ostinato.workers.remote import (
     SLICE_S,
@@ -220,7 +220,7 @@ class RayRemote:
 
     def _arrive(self, place: Place) -> None:
         """Set the place of the built worker. Raises WorkerFault for another version of ostinato."""
-        if place.ostinato != (version := here().ostinato):
+        if place.ostinato != (version := own_place().ostinato):
             raise WorkerFault(
                 f"{self.name} on {place.host} has ostinato {place.ostinato} and this process {version}; "
                 "install one version on all hosts"

@@ -12,7 +12,7 @@ import pytest
 
 from ostinato import compiler
 from ostinato.compiler import BuildError, NativeCode, build, load
-from ostinato.files import cache_folder, distrusted
+from ostinato.files import cache_folder, find_distrust
 
 
 @pytest.fixture
@@ -97,11 +97,11 @@ def test_a_library_that_is_not_whole_is_compiled_again(code: NativeCode, how: st
 
 def test_what_another_user_could_write_is_not_trusted(tmp_path: Path) -> None:
     facts = tmp_path.stat()
-    assert distrusted(facts, facts.st_uid) == ""
+    assert find_distrust(facts, facts.st_uid) == ""
     root = facts.st_uid == 0
-    assert (distrusted(facts, facts.st_uid + 1) == "") is root
+    assert (find_distrust(facts, facts.st_uid + 1) == "") is root
     tmp_path.chmod(0o770)
-    assert "can be written by others (mode 770)" in distrusted(tmp_path.stat(), facts.st_uid)
+    assert "can be written by others (mode 770)" in find_distrust(tmp_path.stat(), facts.st_uid)
 
 
 def test_the_folder_of_libraries_is_nobody_elses_to_write(code: NativeCode) -> None:

@@ -106,7 +106,7 @@ def evaluate(
     for name, counters in counters_of.items():
         (source,) = sources(name, like=first_source.spec)
         rows_of = ((pair.chat, pair.chosen, pair.rejected) for pair in pairs)
-        row = figures(Bench(recipe=recipe, counters=counters).compared(source, rows_of))
+        row = figures(Bench(recipe=recipe, counters=counters).compare(source, rows_of))
         row_of[name] = {"revision": source.revision, **row, **counters}
     Screen().print(_build_table(row_of))
     if json_file is not None:

@@ -128,7 +128,7 @@ def _hash_revision(spec: Spec, address: str, adapter: Path | None) -> str:
     return digest.hexdigest()[:12]
 
 
-def pinned(recipe: Recipe) -> Recipe:
+def pin_judges(recipe: Recipe) -> Recipe:
     """Return the recipe with its revision behind each judge's name: a resumed run then judges as it began, or
     is refused."""
     name_of = {function: function for function in recipe.reward.functions}

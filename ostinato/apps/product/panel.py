@@ -106,7 +106,7 @@ class Bench:
         writer = EngineWriter(timed_engine.generate, renderer, policy, engine.context_limit, self.counters)
         return Judge(source.spec, source.revision, writer, self._cache, self.counters)
 
-    def compared(self, source: Source, rows: Iterable[tuple[Chat, str, str]]) -> list[Compared]:
+    def compare(self, source: Source, rows: Iterable[tuple[Chat, str, str]]) -> list[Compared]:
         """Compare the two answers of every row (chat, answer, other answer) in both orders."""
         return asyncio.run(self.judge(source).compare_each(rows))
 

@@ -31,7 +31,7 @@ class Forecast:
 def forecast(posterior: Posterior, C: float) -> Forecast:
     """Forecast R(C)."""
     assessment = assess(posterior)
-    evaluations = posterior.measured(np.array([C]))[:, 0]
+    evaluations = posterior.simulate_evaluations(np.array([C]))[:, 0]
     return Forecast(
         compute=C, score=assessment.shown(posterior.score(C)), measured=assessment.shown(evaluations)
     )

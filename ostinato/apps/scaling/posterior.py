@@ -83,7 +83,7 @@ class Posterior:
         R = curve.score(computes, *(x[:, None] for x in (self.R0, self.A, self.B, self.C_mid)))
         return R if np.ndim(C) else R[:, 0]
 
-    def measured(self, C: np.ndarray, seed: int = 0) -> np.ndarray:
+    def simulate_evaluations(self, C: np.ndarray, seed: int = 0) -> np.ndarray:
         """[N, m]: successive evaluations at C as they would be measured: with noise, clipped to [0, 1]."""
         rng = np.random.default_rng(seed)
         sd = float(np.median(self.sd))

@@ -77,7 +77,7 @@ class Reading:
     low: Annotated[float, typer.Option(help="The lowest score; -1 for rewards from -1 to 1.")] = 0.0
     high: Annotated[float, typer.Option(help="The highest score.")] = 1.0
 
-    def given(self) -> list[str]:
+    def list_given(self) -> list[str]:
         """Names of the options that are not at their default, as they are written."""
         names = [field.name for field in fields(self) if getattr(self, field.name) not in (field.default, [])]
         return ["R0" if name == "r0" else name.replace("_", "-") for name in names]
@@ -135,7 +135,7 @@ def read_all(source: Path, reading: Reading) -> list[Series]:
 
 
 def _refuse(reading: Reading, names: Sequence[str], reason: str) -> None:
-    for name in reading.given():
+    for name in reading.list_given():
         if name in names:
             raise ValueError(f"--{name} is given, but {reason}; drop it")
 

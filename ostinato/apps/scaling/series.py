@@ -141,7 +141,7 @@ def require_comparable(*compared: Series) -> None:
             )
 
 
-def simulated(
+def simulate_series(
     curve: Sigmoid,
     compute: Sequence[float] | np.ndarray,
     *,

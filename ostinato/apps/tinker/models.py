@@ -25,7 +25,7 @@ from ostinato.apps.tinker.samplers import Base, identity, spec_of
 from ostinato.apps.tinker.wire import Body, Seq, loss_of, parse_body, rows_of, training_request
 from ostinato.model.lora import init_adapters
 from ostinato.model.shapes import AdapterSpec
-from ostinato.train.accumulate import Accumulator, Adam, Scored, drained
+from ostinato.train.accumulate import Accumulator, Adam, Scored, run_to_end
 from ostinato.train.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 
 SNAPSHOT_S = 30.0  # between snapshots: the next process may have to repeat this much work
@@ -266,7 +266,7 @@ class Models:
         if stored.kind in ("forward_backward", "optim_step", "load_weights") and not is_forward_only:
             work = self._apply(model, stored)
             if isinstance(work, Generator):
-                drained(work)
+                run_to_end(work)
         model.seq = stored.seq
 
     def _save_snapshot(self, model: Model, *, now: bool = False) -> None:

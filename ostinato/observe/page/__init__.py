@@ -35,7 +35,7 @@ from ostinato.observe.figures import (
     steps_of,
     verdict,
 )
-from ostinato.observe.gap import compare_arms, describe_gap, gate, measured
+from ostinato.observe.gap import compare_arms, describe_gap, gate, select_measured
 from ostinato.observe.ledger import summary
 from ostinato.observe.rows import Row, RunRows, by_step, thin_rows
 from ostinato.observe.samples import Samples, held_out_pairs
@@ -64,7 +64,7 @@ def write_report(
     path = out or runs[0].report
     data: dict[str, Any] = {
         "written": f"{time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC",
-        "runs": [embedded(RunRows(run).read(), Samples(run.trajectories.path, renderer)) for run in runs],
+        "runs": [collect_data(RunRows(run).read(), Samples(run.trajectories.path, renderer)) for run in runs],
     }
     if len(runs) == 1:
         data["samples"] = Samples(runs[0].trajectories.path, renderer).packed()
@@ -100,7 +100,7 @@ def digest(script: str) -> str:
 # ---- a run as the page reads it
 
 
-def embedded(data: RunRows, samples: Samples) -> dict[str, Any]:
+def collect_data(data: RunRows, samples: Samples) -> dict[str, Any]:
     """All data of a run: ``now``, ``state``, and rows, thinned where there are many."""
     spans = limit_spans(data.spans, SPANS)
     rows = {
@@ -158,7 +158,7 @@ def state(data: RunRows, samples: Samples) -> dict[str, Any]:
         "greedy": [_add_intervals(row) for row in scores["greedy"]],
         "downstream": {name: [_add_intervals(row) for row in rows] for name, rows in data.downstream.items()},
         "forecasts": by_step(data.logs["forecast"]),
-        "mismatch": measured(data),
+        "mismatch": select_measured(data),
         "alarms": data.logs["watch"],
         "idle": idle,
         "steps": steps_of(data.logs["ledger"])[-MARKS:],

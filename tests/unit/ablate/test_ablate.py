@@ -31,7 +31,7 @@ from ostinato.apps.scaling.arms.kept import (
     write_kept,
 )
 from ostinato.apps.scaling.curve import Sigmoid
-from ostinato.apps.scaling.series import simulated
+from ostinato.apps.scaling.series import simulate_series
 from ostinato.cli.app import main
 from ostinato.config import Recipe, dump_toml
 from ostinato.every import Axis
@@ -48,7 +48,7 @@ LAWS = {
 
 def kept_row(arm: str, seed: int, law: Sigmoid, n: int = 24) -> dict[str, Any]:
     compute = np.linspace(2.5e11, 6e12, n)
-    one = simulated(law, compute, sd=0.003, rho=0.3, seed=sum(map(ord, arm)) + seed)
+    one = simulate_series(law, compute, sd=0.003, rho=0.3, seed=sum(map(ord, arm)) + seed)
     return {
         "arm": arm,
         "seed": seed,

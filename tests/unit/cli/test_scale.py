@@ -18,7 +18,7 @@ from small_ledger import a_step, killed_and_resumed, start
 
 from ostinato.apps.scaling.curve import Sigmoid
 from ostinato.apps.scaling.reading import amount
-from ostinato.apps.scaling.series import Series, simulated
+from ostinato.apps.scaling.series import Series, simulate_series
 from ostinato.run import RunFolder
 
 SCALERL = Sigmoid(R0=0.4, A=0.61, B=1.92, C_mid=2542.0)
@@ -39,7 +39,7 @@ def answered(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[in
 
 
 def evaluations(last: float, n: int = 20, curve: Sigmoid = SCALERL, seed: int = 0) -> Series:
-    return simulated(curve, np.linspace(last / n, last, n), seed=seed)
+    return simulate_series(curve, np.linspace(last / n, last, n), seed=seed)
 
 
 def write_csv(path: Path, compute: Sequence[float], score: Sequence[float], R0: float = 0.4) -> Path:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from ostinato.apps.scaling.curve import Sigmoid
 from ostinato.apps.scaling.forecast import find_objection, look, metrics, new_forecaster, outlook
 from ostinato.apps.scaling.posterior import interval, posterior
-from ostinato.apps.scaling.series import Series, series, simulated
+from ostinato.apps.scaling.series import Series, series, simulate_series
 from ostinato.config import ForecastSection, Recipe
 from ostinato.every import spent_in_steps
 from ostinato.observe.ledger import Terms
@@ -28,7 +28,7 @@ TERMS = ForecastSection()
 
 
 def run_of(last: float, n: int = 25, curve: Sigmoid = SCALERL, seed: int = 0) -> Series:
-    return simulated(curve, np.linspace(last / n, last, n), seed=seed)
+    return simulate_series(curve, np.linspace(last / n, last, n), seed=seed)
 
 
 def fallen() -> Series:
@@ -104,7 +104,10 @@ def numbers(value: Any) -> list[float]:
         (run_of(20_000).take(slice(4)), "4 of the 5 evaluations that a curve takes"),
         (run_of(20_000).take(slice(0)), "0 of the 5 evaluations"),
         (fallen(), "fallen below where they began"),
-        (simulated(Sigmoid(R0=0.4, A=0.4001, B=2.0, C_mid=900.0), np.linspace(500, 9000, 12)), "not risen"),
+        (
+            simulate_series(Sigmoid(R0=0.4, A=0.4001, B=2.0, C_mid=900.0), np.linspace(500, 9000, 12)),
+            "not risen",
+        ),
     ],
     ids=["early", "few", "none", "fallen", "flat"],
 )

@@ -20,7 +20,7 @@ from product_rows import event, exchange
 from ostinato.apps.product.events import Kind
 from ostinato.apps.product.judge import Cache, Chat, Judge, Reply, Spec
 from ostinato.apps.product.judge_runs import figures, preferences, write_data
-from ostinato.apps.product.judges import pinned, sources, write_spec
+from ostinato.apps.product.judges import pin_judges, sources, write_spec
 from ostinato.apps.product.judging import BothOrders, both_right
 from ostinato.apps.product.panel import Bench, Panel
 from ostinato.apps.product.store import open_store
@@ -217,13 +217,13 @@ def test_a_whole_model_with_a_description_is_a_judge(tmp_path: Path) -> None:
 
 def test_a_run_names_the_revisions_that_it_began_with(folder: Path) -> None:
     given = recipe(f'reward.functions=["exact", "judge:{folder},asset:seed-moe"]')
-    fixed = pinned(given)
+    fixed = pin_judges(given)
     one, other = fixed.reward.functions[1].removeprefix("judge:").split(",")
     assert one.startswith(f"{folder}@") and other.startswith("asset:seed-moe@")
-    assert pinned(fixed) == fixed and stage_identity(fixed) != stage_identity(given)
-    assert pinned(recipe()) == recipe()
+    assert pin_judges(fixed) == fixed and stage_identity(fixed) != stage_identity(given)
+    assert pin_judges(recipe()) == recipe()
     with pytest.raises(ValueError, match="no Hugging Face folder"):
-        pinned(recipe('reward.functions=["judge:nowhere"]'))
+        pin_judges(recipe('reward.functions=["judge:nowhere"]'))
 
 
 def test_judges_share_the_base_and_not_their_adapters(folder: Path, decoder: Decoder) -> None:

@@ -16,10 +16,10 @@ from ostinato.observe.timeline import (
     Kind,
     Span,
     coarsen,
-    kept,
     limit_spans,
     merge_spans,
     pool_of,
+    select_spans,
     sort_workers,
     usage,
     usages,
@@ -124,15 +124,15 @@ def test_a_file_grows_with_the_logarithm_of_the_run() -> None:
             size += 640 * row
             written += 1
     assert size < 11 * DETAIL_BYTES and written > 1000
-    assert len(kept(changing(7, 2, 1000), step=7, file_bytes=0)) <= 2 * MOST_PER_STEP
+    assert len(select_spans(changing(7, 2, 1000), step=7, file_bytes=0)) <= 2 * MOST_PER_STEP
 
 
 def test_steps_are_left_out_of_a_large_file() -> None:
     spans = changing(3, 2, 4)
-    assert {*kept(spans, step=3, file_bytes=DETAIL_BYTES - 1)} == {*spans}
-    assert kept(spans, step=3, file_bytes=DETAIL_BYTES) == []
-    assert kept(spans, step=4, file_bytes=DETAIL_BYTES + 1)
-    assert kept(spans, step=4, file_bytes=3 * DETAIL_BYTES) == []
+    assert {*select_spans(spans, step=3, file_bytes=DETAIL_BYTES - 1)} == {*spans}
+    assert select_spans(spans, step=3, file_bytes=DETAIL_BYTES) == []
+    assert select_spans(spans, step=4, file_bytes=DETAIL_BYTES + 1)
+    assert select_spans(spans, step=4, file_bytes=3 * DETAIL_BYTES) == []
 
 
 @given(timelines(), st.floats(0, 40), st.floats(0.1, 40))
@@ -198,7 +198,7 @@ def test_a_gap_that_is_drawn_over_is_not_worked_through() -> None:
         Span(worker="sampler-0", kind=Kind.DECODE, start=0.006 * i, stop=0.006 * i + 0.002)
         for i in range(500)
     ]
-    (one,) = kept(passes, step=1, file_bytes=0)
+    (one,) = select_spans(passes, step=1, file_bytes=0)
     read = Span.of(one.to_json())
     assert usage([read], 0.0, 3.0).utilisation("sampler-0") == pytest.approx(1 / 3, rel=0.01)
     assert read.seconds == pytest.approx(1.0, rel=0.01)

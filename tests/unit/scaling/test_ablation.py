@@ -26,14 +26,14 @@ from ostinato.apps.scaling.ablation import (
 )
 from ostinato.apps.scaling.curve import Sigmoid, score, whiten
 from ostinato.apps.scaling.posterior import posterior
-from ostinato.apps.scaling.series import Series, simulated
+from ostinato.apps.scaling.series import Series, simulate_series
 
 RECIPE = Sigmoid(R0=0.3, A=0.6, B=1.9, C_mid=1000.0)
 SCALE = SPREAD["A"]
 
 
 def curve(law: Sigmoid, seed: int, last: float = 6000.0) -> Series:
-    return simulated(law, np.linspace(last / 25, last, 25), sd=0.003, rho=0.3, seed=seed)
+    return simulate_series(law, np.linspace(last / 25, last, 25), sd=0.003, rho=0.3, seed=seed)
 
 
 def runs(arms: dict[str, Sigmoid], seeds: int = 2) -> list[Run]:

@@ -12,7 +12,7 @@ from ostinato.apps.scaling.curve import Sigmoid, simulate
 from ostinato.apps.scaling.decide import Action, Terms, decide, forecast, reach, verdict
 from ostinato.apps.scaling.gates import Assessment, Flag, Standing, assess
 from ostinato.apps.scaling.posterior import Posterior, posterior
-from ostinato.apps.scaling.series import Series, read_csv, series, simulated
+from ostinato.apps.scaling.series import Series, read_csv, series, simulate_series
 
 SCALERL = Sigmoid(R0=0.4, A=0.61, B=1.92, C_mid=2542.0)
 C = np.linspace(500, 10_000, 20)
@@ -35,21 +35,21 @@ def points(name: str) -> Series:
 
 
 def test_a_long_run_is_identified() -> None:
-    found = assess(posterior(simulated(SCALERL, C)))
+    found = assess(posterior(simulate_series(SCALERL, C)))
     assert found.standing is Standing.IDENTIFIED
     assert found.A is not None and found.A.low <= 0.61 <= found.A.high
     assert found.ratio == pytest.approx(4, rel=0.2)
 
 
 def test_between_two_and_three_C_mid_a_forecast_is_provisional() -> None:
-    found = assess(posterior(simulated(SCALERL, C * 0.65, seed=4)))
+    found = assess(posterior(simulate_series(SCALERL, C * 0.65, seed=4)))
     assert found.standing is Standing.PROVISIONAL
     assert "identify it" in found.reason
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_short_of_one_and_a_half_C_mid_nothing_is_identified(seed: int) -> None:
-    found = assess(posterior(simulated(SCALERL, C * 1.4 * 2542 / 10_000, seed=seed)))
+    found = assess(posterior(simulate_series(SCALERL, C * 1.4 * 2542 / 10_000, seed=seed)))
     assert found.standing is Standing.NOT_IDENTIFIED
     assert found.A is not None and found.A.width > 0.1  # shown as wide as it is ...
     assert math.isnan(found.A.median)  # ... and without what would look like a forecast
@@ -83,7 +83,7 @@ def test_a_collapse_at_the_end_is_seen_however_short_the_run(n: int, fallen: int
     """Its own jump was taken for noise: 12 evaluations of which the last 3 had collapsed "had not risen;
     there is no curve yet", and 20 of which the last one had were forecast to end at 0.57."""
     compute = np.linspace(12_700 / n, 12_700, n)
-    score = simulated(SCALERL, compute, seed=n).score
+    score = simulate_series(SCALERL, compute, seed=n).score
     score[-fallen:] = level
     known = posterior(series("collapsed", compute, score, R0=0.4), draws=512, cells=(24, 48))
     found = assess(known)
@@ -113,14 +113,14 @@ def test_a_run_that_was_saturated_when_first_evaluated_knows_its_ceiling_alone(s
 
 @pytest.mark.parametrize("n", [8, 20, 40])
 def test_a_run_of_5_C_mid_knows_its_steepness(n: int) -> None:
-    assert assess(posterior(simulated(SCALERL, np.linspace(0, 12_710, n + 1)[1:], seed=n))).steep
-    assert not assess(posterior(simulated(SCALERL, C * 0.25))).steep  # nothing is identified
+    assert assess(posterior(simulate_series(SCALERL, np.linspace(0, 12_710, n + 1)[1:], seed=n))).steep
+    assert not assess(posterior(simulate_series(SCALERL, C * 0.25))).steep  # nothing is identified
 
 
 def test_half_of_a_slow_run_is_refused() -> None:
     """The parameters of an open run (a 1.7B model on GSM8K) whose half leaves A at its bound of 1."""
     truth = Sigmoid(R0=0.555, A=0.838, B=2.14, C_mid=15.2)
-    found = assess(posterior(simulated(truth, np.arange(4, 27, 4), sd=0.009)))
+    found = assess(posterior(simulate_series(truth, np.arange(4, 27, 4), sd=0.009)))
     assert found.standing is Standing.NOT_IDENTIFIED
 
 
@@ -134,7 +134,7 @@ def test_what_is_said_of_published_runs() -> None:
 
 
 def known(last: float, curve: Sigmoid = SCALERL, n: int = 25, seed: int = 0, name: str = "run") -> Posterior:
-    return posterior(simulated(curve, np.linspace(last / n, last, n), seed=seed, name=name))
+    return posterior(simulate_series(curve, np.linspace(last / n, last, n), seed=seed, name=name))
 
 
 def test_a_saturated_run_stops() -> None:

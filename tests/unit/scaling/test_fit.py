@@ -28,7 +28,7 @@ from ostinato.apps.scaling.curve import (
 )
 from ostinato.apps.scaling.fit import fit
 from ostinato.apps.scaling.posterior import PRIOR, Interval, _Grid, interval, posterior
-from ostinato.apps.scaling.series import Series, read_csv, series, simulated
+from ostinato.apps.scaling.series import Series, read_csv, series, simulate_series
 
 curves = st.builds(
     lambda R0, gain, B, log_C_mid: Sigmoid(R0=R0, A=R0 + gain * (1 - R0), B=B, C_mid=math.exp(log_C_mid)),
@@ -145,7 +145,7 @@ def test_any_curve_comes_back_exactly(
 @given(st.integers(0, 10_000), st.sampled_from([1.5, 3.0, 6.0]), st.sampled_from([0.0, 0.5]))
 def test_no_cell_of_a_dense_grid_fits_better(seed: int, reach: float, rho: float) -> None:
     """The slow twin: every A, B and C_mid of a grid."""
-    noisy = simulated(SCALERL, np.linspace(0.3, reach, 12) * SCALERL.C_mid, seed=seed)
+    noisy = simulate_series(SCALERL, np.linspace(0.3, reach, 12) * SCALERL.C_mid, seed=seed)
     found = fit(noisy, rho=rho)
     white = whiten(found.residuals, 1.0, rho)
     A, B, C_mid = np.meshgrid(
@@ -158,7 +158,7 @@ def test_no_cell_of_a_dense_grid_fits_better(seed: int, reach: float, rho: float
 
 @given(st.integers(0, 10_000), st.floats(1e-6, 1e20))
 def test_the_unit_of_compute_changes_only_C_mid(seed: int, unit: float) -> None:
-    noisy = simulated(SCALERL, np.linspace(0.3, 4, 15) * SCALERL.C_mid, seed=seed)
+    noisy = simulate_series(SCALERL, np.linspace(0.3, 4, 15) * SCALERL.C_mid, seed=seed)
     scaled = replace(noisy, compute=unit * noisy.compute)
     curve = fit(noisy).curve
     assert_close(fit(scaled).curve, replace(curve, C_mid=unit * curve.C_mid), 1e-6)
@@ -191,7 +191,7 @@ def sorted_like(found: dict[str, Series]) -> list[float]:
 
 
 def half_known(ratio: float = 2.5, n: int = 10, seed: int = 0) -> Series:
-    return simulated(SCALERL, np.linspace(ratio / n, ratio, n) * SCALERL.C_mid, seed=seed)
+    return simulate_series(SCALERL, np.linspace(ratio / n, ratio, n) * SCALERL.C_mid, seed=seed)
 
 
 def weighted(values: np.ndarray, weights: np.ndarray) -> Interval:
@@ -251,7 +251,7 @@ def test_the_error_of_R0_is_integrated_out() -> None:
 
 def test_a_measured_R0_is_corrected_by_the_curve() -> None:
     """R0 measured 0.05 too low, with that error stated: the draws of R0 are drawn to where it is."""
-    clean = simulated(SCALERL, np.linspace(0.1, 4, 40) * SCALERL.C_mid, sd=0.002, rho=0.0)
+    clean = simulate_series(SCALERL, np.linspace(0.1, 4, 40) * SCALERL.C_mid, sd=0.002, rho=0.0)
     one = series("run", clean.compute, clean.score, R0=0.35, R0_stderr=0.03)
     known = posterior(one, noise=Noise(rho=0.0, floor=0.002, factor=0.0))
     assert np.median(known.R0) == pytest.approx(0.4, abs=0.01)
@@ -269,7 +269,7 @@ def test_the_seed_decides_the_draws_and_little_else() -> None:
 
 def test_a_posterior_narrower_than_a_cell_is_found() -> None:
     """Forty precise evaluations: the mass is a thousandth of a cell of the first grid."""
-    one = simulated(SCALERL, np.linspace(0.2, 8, 40) * SCALERL.C_mid, sd=1e-5)
+    one = simulate_series(SCALERL, np.linspace(0.2, 8, 40) * SCALERL.C_mid, sd=1e-5)
     known = posterior(one, noise=Noise(rho=0.0, floor=1e-5, factor=0.0))
     curve = known.fit.curve
     assert interval(known.A).low <= curve.A <= interval(known.A).high
@@ -288,7 +288,7 @@ def test_quantities_of_draws() -> None:
     R = known.R0 + (known.A - known.R0) / (1 + (known.C_mid / C) ** known.B)
     np.testing.assert_allclose(R[reached], 0.55)
     assert interval(known.compute_for(0.95)).median == math.inf
-    assert known.measured(np.array([1e4, 2e4])).std(0) == pytest.approx(
+    assert known.simulate_evaluations(np.array([1e4, 2e4])).std(0) == pytest.approx(
         np.hypot(known.score(np.array([1e4, 2e4])).std(0), 0.006), rel=0.05
     )
 

@@ -40,7 +40,7 @@ from ostinato.parallel.collectives import Collectives
 from ostinato.parallel.layout import Coords, Layout
 from ostinato.train.inputs import Inputs
 from ostinato.train.leaves import trained_parameters
-from ostinato.train.sharded import Slice, idle, padding, sliced
+from ostinato.train.sharded import Slice, idle, padding, slice_part
 from ostinato.train.totals import Totals
 from ostinato.train.trainer import MOST_REFUSED, PolicyTrainer, TrainingStopped
 from ostinato.types import NO_EXPERT, Batch, Microbatch, Sample, Segment
@@ -444,7 +444,7 @@ def part_of(rows: int, targets: int, seed: int) -> Inputs:
 def all_ranks(layout: Layout, part: Inputs) -> list[Slice]:
     """Of the ranks of one data rank, in order of context and tensor."""
     places = [Place(layout, layout.coords(rank)) for rank in range(layout.row_shards)]
-    return [sliced(part, 0, place, Collectives(place)) for place in places]  # type: ignore[arg-type]
+    return [slice_part(part, 0, place, Collectives(place)) for place in places]  # type: ignore[arg-type]
 
 
 LAYOUTS = st.sampled_from(["1", "t2", "c2", "t2c2", "t3c2", "c4t2"])

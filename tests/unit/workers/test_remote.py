@@ -396,9 +396,9 @@ def test_a_sampler_is_handed_over_when_it_is_there(end: str) -> None:
         link: Any = SamplerLink(remote, 5.0)
         if end:
             with pytest.raises(WorkerLost if end == "after" else TimeoutError):
-                await asyncio.wait_for(link.built(), 0.1)
+                await asyncio.wait_for(link.wait_until_built(), 0.1)
         else:
-            assert await link.built() is link
+            assert await link.wait_until_built() is link
 
     asyncio.run(run())
     assert remote.methods == ["collect"] and remote.killed == bool(end)

@@ -156,7 +156,7 @@ def _compare_rows(loop: ProductLoop, revision: str, rows: Sequence[Mapping[str, 
     recipe = resolve_auto(Recipe.load("judge_rl", f"model.path={loop.settings.model}", *engine_overrides))
     (source,) = sources(str(loop.adapter_of(revision)))
     chats = ((row["messages"], row["chosen"], row["rejected"]) for row in rows)
-    comparisons = Bench(recipe=recipe, counters=Counter()).compared(source, chats)
+    comparisons = Bench(recipe=recipe, counters=Counter()).compare(source, chats)
     odds = [comparison.log_odds for comparison in comparisons]
     probabilities = None if None in odds else probability(np.array(odds, float))
     return Judged(choices=[comparison.choice for comparison in comparisons], probabilities=probabilities)

@@ -164,7 +164,7 @@ def prefer(recipe: Recipe, judge: str, ours: Answers, theirs: Answers) -> np.nda
     """[n] 1 where the judge prefers ``ours``, -1 ``theirs``, 0 neither; NaN where it has no verdict."""
     (source,) = sources(judge)
     rows = zip(ours.messages, ours.texts, theirs.texts, strict=True)
-    comparisons = Bench(recipe=resolve_auto(recipe), counters=Counter()).compared(source, rows)
+    comparisons = Bench(recipe=resolve_auto(recipe), counters=Counter()).compare(source, rows)
     proxy = np.array([SCORES.get(comparison.choice, math.nan) for comparison in comparisons])
     is_same = np.array([a == b for a, b in zip(ours.texts, theirs.texts, strict=True)], bool)
     return np.where(is_same, 0.0, proxy)
