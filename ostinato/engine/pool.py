@@ -100,7 +100,7 @@ def sampler_lost(cause: str, final: bool = False) -> WorkerLost:
     return WorkerLost(WorkerKind.SAMPLER, cause, final=final)
 
 
-async def bounded(awaitable: Awaitable[T], seconds: float, what: str) -> T:
+async def wait_bounded(awaitable: Awaitable[T], seconds: float, what: str) -> T:
     """Return the result of ``awaitable``. Raises WorkerLost where it raises, or takes over ``seconds``: it is
     then cancelled, but not waited for, since it may ignore that.
 
@@ -216,7 +216,7 @@ class Worker:
                 calls.append(call)
             if calls or drops:
                 start = sampler.start([(call.id, call.request) for call in calls], drops)
-                await bounded(start, self.silence_s, f"starting {len(calls)} calls")
+                await wait_bounded(start, self.silence_s, f"starting {len(calls)} calls")
                 self.heard = time.time()
             await self._mail.wait()
 
@@ -225,7 +225,7 @@ class Worker:
         if publication is None:
             return
         version = self._sent = publication.version
-        proof = await bounded(sampler.publish(publication), seconds, f"publishing version {version}")
+        proof = await wait_bounded(sampler.publish(publication), seconds, f"publishing version {version}")
         if proof != publication.fingerprint:
             target, actual = publication.fingerprint or "the base", proof or "the base"
             raise sampler_lost(
@@ -238,7 +238,7 @@ class Worker:
         wait_s, loop = min(COLLECT_S, self.silence_s / 3), asyncio.get_running_loop()
         while True:
             oldest, start = self._proved, loop.time()
-            reply = await bounded(sampler.collect(wait_s), self.silence_s, self._describe_work())
+            reply = await wait_bounded(sampler.collect(wait_s), self.silence_s, self._describe_work())
             self._check(reply, oldest, min(loop.time() - start, wait_s))
             self.heard, self.reply, old = time.time(), reply, self.reply
             self.on_reply(self, reply, old)
@@ -537,14 +537,14 @@ class EnginePool:
             worker.enter(State.STARTING)
             sampler = None
             try:
-                sampler = await bounded(self._spawn(worker.id), self._start_s, "starting")
+                sampler = await wait_bounded(self._spawn(worker.id), self._start_s, "starting")
                 await worker.serve(sampler, self._current, self._start_s)
             except WorkerLost as lost:
                 self._lose(worker, lost)
             finally:
                 if sampler is not None:
                     with suppress(WorkerLost):
-                        await bounded(sampler.close(), CLOSE_S, "closing")
+                        await wait_bounded(sampler.close(), CLOSE_S, "closing")
 
     def _lose(self, worker: Worker, lost: WorkerLost) -> None:
         """Queue the calls of a lost worker again; fail if the loss is final, or no worker can go on."""

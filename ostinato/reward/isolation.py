@@ -92,11 +92,11 @@ def list_gaps(used: Sequence[str]) -> list[str]:
     return open_gaps if sys.platform == "linux" else [*open_gaps, "leave processes behind"]
 
 
-def refuse(left_open: Sequence[str]) -> None:
+def refuse(gaps: Sequence[str]) -> None:
     """Raise ValueError if anything is left open."""
-    if left_open:
+    if gaps:
         raise ValueError(
-            f'reward.isolation is "strict", but on this machine rewards can {" and ".join(left_open)}: this '
+            f'reward.isolation is "strict", but on this machine rewards can {" and ".join(gaps)}: this '
             'user has no user namespaces, nor seccomp and landlock; enable one of them or use "auto"'
         )
 

@@ -82,8 +82,8 @@ class MemoryState:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> MemoryState:
-        return cls(**{**found, "blocks": tuple(Block(**row) for row in found["blocks"])})
+    def from_json(cls, tree: Mapping[str, Any]) -> MemoryState:
+        return cls(**{**tree, "blocks": tuple(Block(**row) for row in tree["blocks"])})
 
 
 class Originals(Protocol):

@@ -1,7 +1,7 @@
 """The answers of ``ostinato scale``: sentences, tables, one JSON object.
 
 Intervals of a curve that is not identified have no median, and a curve that refutes the model has no
-intervals (``Assessment.shown``).
+intervals (``Assessment.find_interval``).
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class CurveEstimate:
         """Return the intervals of A, B and C_mid as far as they may be reported: without the median of B and
         C_mid where it is the prior's."""
         draws = {"A": self.posterior.A, "B": self.posterior.B, "C_mid": self.posterior.C_mid}
-        intervals = {name: self.assessment.shown(values) for name, values in draws.items()}
+        intervals = {name: self.assessment.find_interval(values) for name, values in draws.items()}
         if not self.assessment.steep:
             intervals |= {name: value and value.ends() for name, value in intervals.items() if name != "A"}
         return intervals
@@ -179,7 +179,7 @@ def forecasts(window: Window, at: Sequence[float], targets: Sequence[float]) -> 
     now, unit, rival_sentence = float(window.fitted.compute[-1]), window.unit, estimate.rival()
     rows = []
     for prediction in scores:
-        gain = estimate.assessment.shown(estimate.posterior.gain(now, prediction.compute))
+        gain = estimate.assessment.find_interval(estimate.posterior.gain(now, prediction.compute))
         cells = (
             middle(prediction.score),
             span(prediction.score),

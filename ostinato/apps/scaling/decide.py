@@ -20,7 +20,7 @@ CLEARLY = 0.7  # the error of the line has to be below this share of the posteri
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """A forecast score, as far as it may be reported (``Assessment.shown``); ``measured`` is the interval of
+    """A forecast score as far as it may be reported (``Assessment.find_interval``); ``measured``: that of
     one evaluation, with its noise."""
 
     compute: float
@@ -33,7 +33,9 @@ def forecast(posterior: Posterior, C: float) -> Forecast:
     assessment = assess(posterior)
     evaluations = posterior.simulate_evaluations(np.array([C]))[:, 0]
     return Forecast(
-        compute=C, score=assessment.shown(posterior.score(C)), measured=assessment.shown(evaluations)
+        compute=C,
+        score=assessment.find_interval(posterior.score(C)),
+        measured=assessment.find_interval(evaluations),
     )
 
 

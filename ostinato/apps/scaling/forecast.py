@@ -201,7 +201,7 @@ def _build_empty_row(reason: str) -> dict[str, Any]:
 
 def _report_quantiles(draws: np.ndarray, assessment: Assessment) -> list[float | None] | None:
     """[q05, q50, q95], as far as they may be reported."""
-    if (interval := assessment.shown(draws)) is None:
+    if (interval := assessment.find_interval(draws)) is None:
         return None
     return [interval.low, None if math.isnan(interval.median) else interval.median, interval.high]
 

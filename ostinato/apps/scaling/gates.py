@@ -73,7 +73,7 @@ class Assessment:
         """Whether no number is reported: the curve refutes the model, or cannot be seen yet."""
         return self.A is None
 
-    def shown(self, draws: np.ndarray, level: float = LEVEL) -> Interval | None:
+    def find_interval(self, draws: np.ndarray, level: float = LEVEL) -> Interval | None:
         """Return the interval of ``draws`` as far as it may be reported: without its median where the curve
         is not identified, None where ``silent``."""
         if self.silent:

@@ -30,10 +30,10 @@ class Address:
     drain_s: float = 30.0
 
 
-def parse_adapters(given: Sequence[str]) -> dict[str, str]:
+def parse_adapters(texts: Sequence[str]) -> dict[str, str]:
     """Parse NAME=PATH, NAME=PATH, ... Raises ValueError for anything else."""
-    pairs = [text.partition("=") for text in given]
-    for text, (name, _, path) in zip(given, pairs, strict=True):
+    pairs = [text.partition("=") for text in texts]
+    for text, (name, _, path) in zip(texts, pairs, strict=True):
         if not name or not path:
             raise ValueError(f"--adapter {text!r} is not NAME=PATH, e.g. --adapter maths=runs/maths")
     return {name: path for name, _, path in pairs}

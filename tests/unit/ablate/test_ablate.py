@@ -23,7 +23,7 @@ from ostinato.apps.scaling.arms.jobs import Job, State, check, plan, run
 from ostinato.apps.scaling.arms.kept import (
     Measure,
     collect,
-    ended,
+    is_ended,
     measure_acts,
     prompts,
     read_kept,
@@ -225,9 +225,9 @@ def test_an_interrupted_run_has_not_ended(tmp_path: Path) -> None:
         ("solved", True),
     ):
         log.write_text(json.dumps({"event": "end", "why": why}) + "\n")
-        assert ended(tmp_path) is wanted
+        assert is_ended(tmp_path) is wanted
     log.write_text(json.dumps({"event": "end", "why": "done"}) + '\n{"event":"st')  # a torn row after it
-    assert ended(tmp_path)
+    assert is_ended(tmp_path)
 
 
 def test_ctrl_c_lets_the_children_save(recipe: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ostinato.apps.scaling.ablation import REFERENCE
-from ostinato.apps.scaling.arms.kept import backwards, ended, slug
+from ostinato.apps.scaling.arms.kept import backwards, is_ended, slug
 from ostinato.config import Recipe, check_files, dump_toml
 from ostinato.every import Every
 from ostinato.lock import Locked, locked
@@ -257,12 +257,12 @@ def has_ended(job: Job) -> bool:
     is_short = (
         end_row.get("why") == "spent" and budget.share(score_row.get("spent", {})) < job.recipe.trainer.until
     )
-    return ended(job.folder) and not is_short
+    return is_ended(job.folder) and not is_short
 
 
 def _look(child: _Child) -> State:
     code, folder = child.process.poll(), child.job.folder
-    what = "running" if code is None else "done" if ended(folder) else "failed"
+    what = "running" if code is None else "done" if is_ended(folder) else "failed"
     error = _read_error(folder, code) if what == "failed" else ""
     return State(job=child.job, what=what, step=_read_step(folder), error=error)
 

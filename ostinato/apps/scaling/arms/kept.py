@@ -98,7 +98,7 @@ def keep(folder: Path, measure: Measure = MEASURE) -> dict[str, Any]:
         "stderr": None if series.stderr is None else series.stderr.tolist(),
         "unmeasured": series.unmeasured,
         "compute": {str(axis): axis_series.compute.tolist() for axis, axis_series in by_axis.items()},
-        "ended": ended(folder),
+        "ended": is_ended(folder),
         "acted": measure_acts(data),
     }
 
@@ -129,7 +129,7 @@ def measure_acts(data: RunRows) -> dict[str, float]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def ended(folder: Path) -> bool:
+def is_ended(folder: Path) -> bool:
     """Whether the run in ``folder`` has come to an end of its own."""
     last = next(backwards(RunFolder(folder).ledger), {})
     return last.get("event") == "end" and last.get("why") in ENDED
