@@ -99,7 +99,7 @@ class Originals(Protocol):
 
 
 @dataclass(slots=True)
-class InMemoryOriginals:
+class Kept:
     """Originals in the memory of this process."""
 
     texts: dict[str, str] = field(default_factory=dict)

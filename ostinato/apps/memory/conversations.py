@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ostinato.apps.memory.blocks import InMemoryOriginals
+from ostinato.apps.memory.blocks import Kept
 from ostinato.apps.memory.chat import Chat, Message, chat_sizes
 from ostinato.apps.memory.keep import Memory
 from ostinato.apps.memory.refill import ByModel, ChatModel, Refiller
@@ -101,7 +101,7 @@ def conversations(section: MemorySection, renderer: Renderer, counters: Counter[
     sizes = chat_sizes(section.budget, section.recent, measure)
 
     def make_chat() -> Chat:
-        memory = Memory(sizes=sizes, count=count, originals=InMemoryOriginals(), counters=counters)
+        memory = Memory(sizes=sizes, count=count, originals=Kept(), counters=counters)
         return Chat(memory=memory, budget=section.budget, measure=measure)
 
     return make_chat

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from nouns import completion
 
-from ostinato.apps.memory.blocks import InMemoryOriginals, MemoryState
+from ostinato.apps.memory.blocks import Kept, MemoryState
 from ostinato.apps.memory.chat import NOTE, Chat, Message, ShorteningRenderer, chat_sizes, form, text_of
 from ostinato.apps.memory.keep import Memory
 from ostinato.apps.memory.refill import ByModel
@@ -32,7 +32,7 @@ def measure(messages: Sequence[Message]) -> int:
 
 def new_chat(budget: int = BUDGET, **options: Any) -> Chat:
     sizes = chat_sizes(budget, 0, measure)
-    memory = Memory(sizes=sizes, count=len, originals=InMemoryOriginals(), **options)
+    memory = Memory(sizes=sizes, count=len, originals=Kept(), **options)
     return Chat(memory=memory, budget=budget, measure=measure)
 
 
@@ -189,7 +189,7 @@ def lookup(n: int) -> str:
 def test_an_episode_with_a_memory_begins_rows_and_stays_within_the_budget() -> None:
     counters, letters = Counter[str](), Letters()
     by = lambda messages: len(letters.chat(messages))  # noqa: E731
-    memory = Memory(sizes=chat_sizes(900, 0, by), count=len, originals=InMemoryOriginals(), counters=counters)
+    memory = Memory(sizes=chat_sizes(900, 0, by), count=len, originals=Kept(), counters=counters)
     task = {"role": "user", "content": "Find the code of entry 3."}
     words = ShorteningRenderer(letters, Chat(memory=memory, budget=900, measure=by))
     dialogue = Dialogue(Prompt(uid="p", messages=(task,)), words, tools={"lookup": lookup}, max_turns=20)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ostinato.apps.memory.blocks import InMemoryOriginals, MemoryState, Turn
+from ostinato.apps.memory.blocks import Kept, MemoryState, Turn
 from ostinato.apps.memory.diffusion import ByDiffusion, infill, load_refiller
 from ostinato.apps.memory.facts import find_unsupported
 from ostinato.apps.memory.keep import Memory, Sizes
@@ -84,7 +84,7 @@ def test_a_checkpoint_refills_behind_the_gate(folder: Path) -> None:
     keeper = Memory(
         sizes=Sizes(budget=60, recent=16, piece=16, least=4),
         count=count,
-        originals=InMemoryOriginals(),
+        originals=Kept(),
         refiller=refiller,
     )
     state, originals = MemoryState(), {}

@@ -6,7 +6,7 @@ from datetime import date
 
 import pytest
 
-from ostinato.apps.memory.blocks import InMemoryOriginals, MemoryState, Turn
+from ostinato.apps.memory.blocks import Kept, MemoryState, Turn
 from ostinato.apps.memory.facts import absolute, dates, find_unsupported, names, numbers
 from ostinato.apps.memory.importance import lexical
 from ostinato.apps.memory.keep import Memory, Sizes
@@ -100,7 +100,7 @@ def test_a_request_to_a_model_has_the_original_and_its_answer_is_cleaned() -> No
 
 
 def test_importance_puts_facts_before_small_talk() -> None:
-    keeper = Memory(sizes=Sizes(budget=4000, recent=200), count=len, originals=InMemoryOriginals())
+    keeper = Memory(sizes=Sizes(budget=4000, recent=200), count=len, originals=Kept())
     state = MemoryState()
     texts = [
         "Hello there, how are things?",

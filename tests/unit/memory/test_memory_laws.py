@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ostinato.apps.memory.blocks import LEVELS, InMemoryOriginals, MemoryState, Turn, line
+from ostinato.apps.memory.blocks import LEVELS, Kept, MemoryState, Turn, line
 from ostinato.apps.memory.keep import Candidate, Gap, Memory, Sizes, split
 from ostinato.apps.memory.refill import Refiller, extract
 
@@ -34,7 +34,7 @@ def memory(count: Callable[[str], int] = len, refiller: Refiller | None = None, 
     return Memory(
         sizes=options.pop("sizes", SIZES),
         count=count,
-        originals=InMemoryOriginals(),
+        originals=Kept(),
         refiller=refiller,
         **options,
     )
@@ -185,7 +185,7 @@ def test_what_is_shortened_is_the_original() -> None:
     keeper, state = memory(refiller=refiller, sizes=sizes), MemoryState()
     for turn in chat(60):
         state = keeper.append(state, replace(turn, text=turn.text.replace("yesterday", "there")))
-    assert isinstance(keeper.originals, InMemoryOriginals) and seen
+    assert isinstance(keeper.originals, Kept) and seen
     assert set(seen) <= set(keeper.originals.texts.values())
 
 

@@ -199,7 +199,7 @@ from ostinato.reward import isolation
 import rewards
 os.environ["TMPDIR"] = tempfile.mkdtemp(dir={str(file.parent)!r})
 columns = {{"port": [{port}], "place": [{str(file.with_name("place"))!r}]}}
-isolation.enter({used!r}, os.environ["TMPDIR"], os.getppid(), lambda: None)
+isolation.enter_isolation({used!r}, os.environ["TMPDIR"], os.getppid(), lambda: None)
 found = {{}}
 for name in {NAMES!r}:
     try:
