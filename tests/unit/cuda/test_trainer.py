@@ -108,7 +108,7 @@ def test_a_step_reads_nothing_back_and_prepares_factors_once(
 ) -> None:
     """Loss, statistics and recomputing included, for two microbatches."""
     decoder, prepared = made(raw, 1), list[Adapters]()
-    adapters, prepare = adapters_of(decoder), Adapters.prepared
+    adapters, prepare = adapters_of(decoder), Adapters.prepare
 
     def counted(ours: Adapters, dtype: torch.dtype) -> Prepared:
         prepared.append(ours)
