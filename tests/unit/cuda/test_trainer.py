@@ -114,7 +114,7 @@ def test_a_step_reads_nothing_back_and_prepares_factors_once(
         prepared.append(ours)
         return prepare(ours, dtype)
 
-    monkeypatch.setattr(Adapters, "prepared", counted)
+    monkeypatch.setattr(Adapters, "prepare", counted)
     for leaf in adapters.leaves().values():
         leaf.requires_grad_()
     passes = LocalPasses(decoder, adapters, ops=CUDA_OPS, temperature=0.8, recompute=True, entropy_grad=False)
