@@ -371,10 +371,13 @@ def describe_limit(problem: Problem, plan: Plan) -> str:
 
 
 def why_lost(winner: Plan, other: Plan) -> str:
-    """Describe in a sentence by how much another plan is slower, and the term of most of the difference."""
+    """Describe in a sentence by how much another plan is slower, and the term of most of the difference.
+    Plans that Ostinato can start come first, so one that it cannot may be faster."""
     excess = other.times.total / max(winner.times.total, 1e-9) - 1
-    if excess < 0.0005:
-        return "as fast; it comes later in the order of layouts"
+    if abs(excess) < 0.0005:
+        return "as fast, within 0.05%"
+    if excess < 0:
+        return f"{-excess:.1%} faster, but Ostinato cannot start it yet"
     fast, slow = (
         Counter({(part, term): s for part, terms in plan.times.terms.items() for term, s in terms.items()})
         for plan in (winner, other)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from plan_world import arrangement
 from typer.testing import CliRunner
 
 from ostinato.apps.plan import memory
@@ -268,6 +269,23 @@ def test_plans_that_can_be_started_come_first(arguments: list[str], ready: bool)
     assert ("not in Ostinato yet" in run("plan", *arguments, *SHORT, "--launch")) is not ready
     printed = run("plan", *arguments, *SHORT)
     assert "cannot start" in printed and ON_GPUS in printed
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (599.4, "7.7% faster, but Ostinato cannot start it"),
+        (649.4, "as fast"),
+        (700.0, "7.8% slower: train x"),
+    ],
+)
+def test_a_plan_that_comes_later_is_faster_or_slower_as_it_is(seconds: float, words: str) -> None:
+    """A plan of 599.4 s was "as fast" as the first one, of 649.3 s, which was first for it can be started."""
+    first, later = (
+        Plan(arrangement=arrangement("1", "1"), memory={}, times=Times(terms={"train": {"x": s}}))
+        for s in (649.3, seconds)
+    )
+    assert planning.why_lost(first, later).startswith(words)
 
 
 def test_what_has_run_on_gpus_is_said_in_the_same_words() -> None:
