@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -282,6 +283,6 @@ def peak_flops(decoder: Decoder) -> float:
 
 def sheet_flops(name: str) -> float:
     """Peak bf16 FLOP/s of a GPU by its driver name, e.g. "NVIDIA H100 80GB HBM3"; 0 if unknown."""
-    compact_name = name.replace(" ", "")
-    matches = [key for key in SHEETS if key != "cpu" and key.rpartition("-")[0] in compact_name]
+    words = re.split(r"[ -]", f"{name} {name.replace('RTX ', 'RTX')}")
+    matches = [key for key in SHEETS if key.partition("-")[0] in words]
     return peak(gpu_named(matches[0]), DType.BF16) if matches else 0.0

@@ -1,7 +1,7 @@
 """GPUs by name, with the figures of their data sheets.
 
 GB is 10^9 bytes, links are counted in one direction, and FLOP/s are those of dense products, without
-sparsity. A device's memory is what its driver shows, up to 7 % more than the number in its name. Money,
+sparsity. A device's memory is what its driver shows, up to 7 % off the number in its name. Money,
 network and host memory are on no data sheet: they are assumptions, printed with every plan.
 """
 
@@ -57,36 +57,42 @@ SHEETS: Mapping[str, Sheet] = MappingProxyType(
         "H100-80": Sheet(85.5, 494, 989, 1979, 3350, 450, 64, 50, 250, 2.5),
         "H200-141": Sheet(150, 494, 989, 1979, 4800, 450, 64, 50, 250, 3.2),
         "A100-80": Sheet(85, 156, 312, 0, 2039, 300, 32, 25, 125, 1.5),
+        "A100-40": Sheet(42.3, 156, 312, 0, 1555, 300, 32, 25, 125, 1.1),
         "H20-96": Sheet(102, 74, 148, 296, 4000, 450, 64, 50, 250, 1.4),
         "L40S-48": Sheet(48, 183, 362, 733, 864, 32, 32, 12.5, 64, 0.9),
+        "A6000-48": Sheet(51, 77.4, 154.8, 0, 768, 32, 32, 3.1, 64, 0.5),
+        "A10-24": Sheet(23.7, 62.5, 125, 0, 600, 32, 32, 3.1, 32, 0.6),
+        "L4-24": Sheet(23.7, 60, 121, 242, 300, 32, 32, 3.1, 32, 0.5),
+        "RTX5090-32": Sheet(33.6, 104.8, 209.5, 419, 1792, 64, 64, 3.1, 64, 0.7),
         "RTX4090-24": Sheet(25.3, 82.6, 165, 330, 1008, 32, 32, 3.1, 32, 0.4),
+        "RTX3090-24": Sheet(25.3, 35.6, 71, 0, 936, 32, 32, 3.1, 32, 0.25),
         "B200-192": Sheet(192, 1125, 2250, 4500, 8000, 900, 64, 50, 250, 5.0),
         "cpu": Sheet(8, 0.05, 0.05, 0, 8, 1.5, 8, 1, 8, 0.05),
     }
 )
 NEAREST = {  # the nearest row above, for devices without one
-    "a100-40": "A100-80",
     "v100": "A100-80",
     "gh200": "H200-141",
     "mi300": "H200-141",
     "mi325": "B200-192",
-    "a6000": "L40S-48",
-    "5090": "RTX4090-24",
-    "3090": "RTX4090-24",
 }
 
 
 def gpu_named(name: str) -> Gpu:
-    """The device called ``name``, or the only one whose name contains it ("4090"). Raises ValueError."""
+    """The device called ``name``, or the only one whose name contains it ("4090"). Raises ValueError, which
+    says how a device without a row is planned."""
     lowered = name.lower()
     keys = [key for key in SHEETS if lowered in (key.lower(), key.lower().rpartition("-")[0])]
     keys = keys or [key for key in SHEETS if lowered in key.lower()]
-    if len(keys) != 1:
+    if len(keys) > 1:
+        raise ValueError(f"gpus names {name!r}, which is {' or '.join(keys)}; write one of them")
+    if not keys:
         nearest = next((device for part, device in NEAREST.items() if part in lowered), "")
         advice = f"the nearest that is known is {nearest}, beside" if nearest else "known are"
         other_names = (key for key in SHEETS if key != nearest)
         raise ValueError(
-            f"gpus names {name!r}, of which there is no data sheet here; {advice} {', '.join(other_names)}"
+            f"gpus names {name!r}, of which there is no data sheet here; {advice} {', '.join(other_names)}: "
+            "write the one with the nearest speed, and the memory of yours with --gpu-memory GB"
         )
     sheet = SHEETS[keys[0]]
     flops = {DType.FP32: sheet.tf32, DType.BF16: sheet.bf16} | ({DType.FP8: sheet.fp8} if sheet.fp8 else {})

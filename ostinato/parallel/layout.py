@@ -83,7 +83,9 @@ class Layout:
         factors = re.findall(r"([a-z])(\d+)", text)
         letters = [letter for letter, _ in factors]
         if "".join(letter + size for letter, size in factors) != text and text != "1":
-            raise ValueError(f"layout is {text!r}; write factors like d2t2p2 of {', '.join(_LETTERS)}")
+            short = re.sub(r"([dtpce])p(?=\d)", r"\1", text.lower())  # TP2PP2, as others write it
+            example = short if short != text and re.fullmatch(r"([a-z]\d+)+", short) else "d2t2p2"
+            raise ValueError(f"layout is {text!r}; write factors like {example} of {', '.join(_LETTERS)}")
         for letter in letters:
             if letter not in _LETTERS or letters.count(letter) > 1:
                 raise ValueError(f"layout is {text!r}; use each of {', '.join(_LETTERS)} once at most")

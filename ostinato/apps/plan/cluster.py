@@ -34,7 +34,8 @@ def parse_cluster(text: str) -> Cluster:
 
     Raises ValueError for an unknown device and for a number of devices that makes no whole nodes.
     """
-    parts = re.fullmatch(r"(?:(\d+)x)?(\d+)x([A-Za-z0-9][\w-]*)", text.strip())
+    plain = re.sub(r"^([^:]+):(\d+)$", r"\2x\1", text.strip())  # H100:8, as clouds write it
+    parts = re.fullmatch(r"(?:(\d+)x)?(\d+)x([A-Za-z0-9][\w-]*)", plain)
     if parts is None:
         raise ValueError(f"gpus is {text!r}; write a number and a device, like 64xH800-80 or 8x8xH100-80")
     count, gpu = int(parts[2]), gpu_named(parts[3])

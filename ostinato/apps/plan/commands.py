@@ -161,7 +161,7 @@ def question(request: PlanRequest) -> dict[str, str]:
         f"gradients {precision.gradient}, master {precision.master}, moments {precision.moments}",
         "work": f"{work.prompts} prompts x {work.group} answers, prompt {work.prompt_tokens}, answers mean "
         f"{work.mean_answer:,.0f} up to {work.max_answer:,} tokens, {work.updates} optimizer steps",
-        "cluster": f"{cluster.nodes} x {cluster.per_node} {gpu.name}, host "
+        "cluster": f"{cluster.nodes} x {cluster.per_node} {gpu.name} of {gpu.memory / GB:g} GB, host "
         f"{cluster.host_memory / GB:,.0f} GB a node; per GPU and direction "
         f"{gpu.link / GB:g} GB/s in the node, {gpu.nic / GB:g} between nodes",
         "sampler": f"{problem.sampler.name}, cache {cache / 1e3:,.1f} kB a token, "

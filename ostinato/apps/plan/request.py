@@ -94,6 +94,7 @@ class Options:
     share: Annotated[str, typer.Option(help="The base, any of shared, two, swapped.")] = ",".join(BASES)
     train_layout: Annotated[str, typer.Option(help="Only this one, e.g. d64e64.", show_default=False)] = ""
     rollout_layout: Annotated[str, typer.Option(help="Only this one.", show_default=False)] = ""
+    gpu_memory: Annotated[float, typer.Option(min=0, help="GB of a GPU; 0: by its data sheet.")] = 0.0
     price: Annotated[float, typer.Option(min=0, help="Money per GPU and hour; 0: a built-in guess.")] = 0.0
     host_memory: Annotated[float, typer.Option(min=0, help="GB of a node; 0: a built-in guess.")] = 0.0
 
@@ -114,8 +115,9 @@ class PlanRequest:
 def ask(model: str, gpus: str, options: Options) -> PlanRequest:
     """Make the request. Raises ValueError, which names an option with a wrong value."""
     cluster, engine = parse_cluster(gpus), options.engine
-    if options.price:
-        cluster = replace(cluster, gpu=replace(cluster.gpu, price=options.price))
+    gpu = cluster.gpu
+    gpu = replace(gpu, price=options.price or gpu.price, memory=options.gpu_memory * GB or gpu.memory)
+    cluster = replace(cluster, gpu=gpu)
     if options.host_memory:
         cluster = replace(cluster, host_memory=options.host_memory * GB)
     if engine not in ("auto", "vllm", "local"):

@@ -171,6 +171,9 @@ def test_a_gpu_is_expected_before_torch_is_loaded(
         ("NVIDIA H100 80GB HBM3", 989),
         ("NVIDIA GeForce RTX 4090", 165),
         ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA A10", 125),
+        ("NVIDIA RTX A6000", 154.8),
         ("T4", 0),
     ],
 )

@@ -106,6 +106,7 @@ def test_chunks_are_all_layers_in_order(layout: Layout, more: int) -> None:
         ("d2q4", "use each of"),
         ("d2d2", "use each of"),
         ("2d", "write factors like"),
+        ("tp2pp2ep8", "write factors like t2p2e8 of"),
         ("d0", "use at least 1"),
         ("d2e3", "does not divide"),
         ("t4x2", "use x1, or x4"),

@@ -51,6 +51,8 @@ def test_a_cluster_is_nodes_of_eight_or_as_written() -> None:
         ("12xcpu", 1, 12),
         ("8x4090", 1, 8),
         ("8xH100", 1, 8),
+        ("H100:8", 1, 8),
+        ("4xA100-40", 1, 4),
     ):
         cluster = parse_cluster(text)
         assert (cluster.nodes, cluster.per_node) == (nodes, per_node), text
@@ -63,7 +65,8 @@ def test_a_cluster_is_nodes_of_eight_or_as_written() -> None:
         ("64", "write a number and a device"),
         ("64xB100", "known are"),
         ("8xmi300x", "nearest that is known is H200-141"),
-        ("8x5090", "nearest that is known is RTX4090-24"),
+        ("4xA100", "A100-80 or A100-40; write one of them"),
+        ("1x24GB", "write the one with the nearest speed, and the memory of yours with --gpu-memory GB"),
         ("12xH100-80", "2x6xH100-80"),
         ("0xH100-80", "at least 1"),
     ],

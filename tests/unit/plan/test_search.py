@@ -370,6 +370,12 @@ def test_planning_loads_no_torch() -> None:
     assert done.stderr.strip().endswith("light"), done.stderr
 
 
+def test_a_card_that_is_not_in_the_table_has_a_memory_of_its_own() -> None:
+    request = ask("qwen3-8b", "4xA100-80", Options(gpu_memory=40.0))
+    assert memory.limit(request.problem) == 40e9
+    assert request.problem.cluster.gpu.hbm == parse_cluster("A100-80:4").gpu.hbm
+
+
 def test_money_is_devices_times_hours() -> None:
     first = json.loads(run(*ARGUMENTS, *SHORT, "--json", "-", "--price", "3"))["plans"][0]
     assert first["cost_per_step"] == pytest.approx(2 * 3 * first["total"] / 3600)
