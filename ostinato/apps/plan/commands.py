@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,9 +20,10 @@ from rich.console import Console
 from rich.table import Table
 
 from ostinato.apps.plan import launch
-from ostinato.apps.plan.cluster import ON_GPUS
+from ostinato.apps.plan.cluster import ON_GPUS, PER_NODE
 from ostinato.apps.plan.fit import FILE
 from ostinato.apps.plan.fit import app as fit_app
+from ostinato.apps.plan.layouts import divisors
 from ostinato.apps.plan.memory import kv_values, limit, margin
 from ostinato.apps.plan.problem import Phase, Placement, Problem, known_models
 from ostinato.apps.plan.request import Options, PlanRequest, ask, plan_options
@@ -30,9 +32,9 @@ from ostinato.apps.plan.search import (
     Ranking,
     describe_limit,
     distinct,
-    resize,
+    list_worlds,
+    refuse_layouts,
     search,
-    smallest,
     why_lost,
 )
 from ostinato.apps.plan.time import refit_bytes, step_traffic
@@ -50,9 +52,10 @@ from ostinato.parallel.placement import (
     write_placement,
 )
 from ostinato.run import RunFolder, atomic_write, recorded_routes, to_json
-from ostinato.terminal import Screen
+from ostinato.terminal import Screen, logged, waiting
 
 HOUR = 3600.0
+MOST = 1024  # GPUs that are looked at
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -73,7 +76,9 @@ def plan(
     gpus: Annotated[str, typer.Option(help="64xH800-80 (nodes of 8), 8x8xH100-80, 4xRTX4090-24.")],
     options: Options,
     top: Annotated[int, typer.Option(min=1, help="Plans to show.")] = 5,
-    least: Annotated[bool, typer.Option("--smallest", help="The fewest GPUs of the kind that fit.")] = False,
+    least: Annotated[
+        bool, typer.Option("--smallest", help="The fewest GPUs that fit; --gpus gives their kind and nodes.")
+    ] = False,
     start: Annotated[bool, typer.Option("--launch", help="Print the first plan as a recipe.")] = False,
     run: Annotated[
         Path | None, typer.Option("--record", help="A run folder, or a file: keep the best plan there.")
@@ -86,14 +91,19 @@ def plan(
     start_time = time.perf_counter()
     if start and str(json_file) == "-":
         raise ValueError("--launch and --json - both write to standard output; give --json a file")
-    ranking, request = _rank_plans(ask(model, gpus, options), smallest_only=least)
+    request, sizes = ask(model, gpus, options), dict[str, Any]()
+    with logged(error=True), waiting(f"looking for plans of {request.problem.model.name}, up to a minute"):
+        if least:
+            ranking, request, sizes = _find_smallest(request, model, options)
+        elif not (ranking := _rank_plans(request)).plans:
+            raise ValueError(nothing_fits(request, ranking, model, options))
     best = ranking.plans[0]
     if run is not None:
         file = run if run.suffix == ".json" else RunFolder.open(run).path / FILE
         atomic_write(file, json.dumps(plan_json(request, best), indent=1).encode())
     seconds = time.perf_counter() - start_time
     if json_file is not None:
-        text = to_json(as_json(request, ranking, top) | {"plan_seconds": round(seconds, 3)})
+        text = to_json(as_json(request, ranking, top) | sizes | {"plan_seconds": round(seconds, 3)})
         if str(json_file) == "-":
             typer.echo(text)
             return
@@ -101,34 +111,69 @@ def plan(
     if start:
         typer.echo(launch.ostinato(request.problem, best.arrangement), nl=False)
         return
+    if sizes:
+        started = sizes["smallest_started"] or "none in one node"
+        typer.echo(f"Fewest that fit: {sizes['smallest']}; fewest that Ostinato can start today: {started}.")
+        typer.echo(f"Of --gpus {gpus} the kind and the size of a node are used, not the number.")
     print_answer(Screen(), request, ranking, top)
     typer.echo(f"Searched {ranking.tried} setups in {seconds:.1f} s on one CPU core. {ON_GPUS}.")
 
 
-def _rank_plans(request: PlanRequest, *, smallest_only: bool) -> tuple[Ranking, PlanRequest]:
-    """Return the ranking, and the request with the cluster of the ranking. Plans that Ostinato can start come
-    first, then the others, each fastest first. Raises ValueError where nothing fits."""
-    problem = request.problem
-    if smallest_only:
-        smallest_ranking = smallest(problem, request.clock, request.allowed)
-        if smallest_ranking is None:
-            gpu = problem.cluster.gpu.name
-            raise ValueError(f"{problem.model.name} fits on no cluster of up to 1024 {gpu}")
-        problem = replace(
-            problem, cluster=resize(problem.cluster, smallest_ranking.plans[0].arrangement.num_gpus)
-        )
-        ranking = smallest_ranking
-    else:
-        ranking = search(problem, request.clock, request.allowed)
-        if not ranking.plans:
-            raise ValueError(nothing_fits(problem, ranking))
-    plans = tuple(sorted(ranking.plans, key=lambda plan: bool(launch.list_lacks(problem, plan.arrangement))))
-    return replace(ranking, plans=plans), replace(request, problem=problem)
+def _rank_plans(request: PlanRequest) -> Ranking:
+    """Rank the plans: those that Ostinato can start come first, then the others, each fastest first."""
+    ranking = search(request.problem, request.clock, request.allowed)
+    lacks = partial(launch.list_lacks, request.problem)
+    return replace(
+        ranking, plans=tuple(sorted(ranking.plans, key=lambda plan: bool(lacks(plan.arrangement))))
+    )
 
 
-def nothing_fits(problem: Problem, ranking: Ranking) -> str:
-    """Describe in a sentence which phase misses by how much, and what would help."""
-    reasons = []
+def fitting(
+    request: PlanRequest, model: str, options: Options, within: range
+) -> Iterator[tuple[Ranking, PlanRequest]]:
+    """Yield the ranking of each number of the GPUs on which anything fits, in the order of ``within``:
+    divisors of a node, then whole nodes. A part of a node has its share of host memory."""
+    cluster = request.problem.cluster
+    width = cluster.per_node if cluster.nodes > 1 else max(PER_NODE, cluster.per_node)
+    nodes = (*range(2, 9), *range(10, 17, 2), *range(20, 33, 4), *range(40, 65, 8), *range(80, 129, 16))
+    refuse_layouts(request.problem, request.allowed)
+    elements = stage_elements(request.problem.config, None, Layout(), 0)
+    weights = (elements.trainable + elements.untrained) * request.problem.precision.base.num_bytes
+    sizes = {*divisors(width), *(width * count for count in nodes)} & set(within)
+    for number in sorted(sizes, reverse=within.step < 0):
+        if weights > number * limit(request.problem):
+            continue  # not even the evenly cut weights fit
+        per_node = min(number, width)
+        own_options = replace(options, host_memory=options.host_memory / cluster.per_node * per_node)
+        resized = ask(model, f"{number // per_node}x{per_node}x{cluster.gpu.name}", own_options)
+        if any(list_worlds(resized.problem, resized.allowed)) and (ranking := _rank_plans(resized)).plans:
+            yield ranking, resized
+
+
+def _find_smallest(
+    request: PlanRequest, model: str, options: Options
+) -> tuple[Ranking, PlanRequest, dict[str, Any]]:
+    """Return the plans on the fewest GPUs that fit, and how many these are, beside the fewest on which
+    Ostinato can start a plan (None: on no part of a node; over nodes it starts none). Raises ValueError."""
+    found, started = list[tuple[Ranking, PlanRequest]](), None
+    for ranking, resized in fitting(request, model, options, range(1, MOST + 1)):
+        found.append((ranking, resized))
+        cluster = resized.problem.cluster
+        if not launch.list_lacks(resized.problem, ranking.plans[0].arrangement):
+            started = cluster.num_gpus
+        if started or cluster.nodes > 1:
+            break
+    if not found:
+        gpu = request.problem.cluster.gpu.name
+        raise ValueError(f"{model} fits on no cluster of up to {MOST} {gpu}; use a smaller --max-answer")
+    fits = found[0][1].problem.cluster.num_gpus
+    return *found[0], {"smallest": fits, "smallest_started": started}
+
+
+def nothing_fits(request: PlanRequest, ranking: Ranking, model: str, options: Options) -> str:
+    """Describe in a sentence which phase misses by how much, and what would help: the nearest numbers of GPUs
+    that fit, which may be smaller (384 experts are not divided by 40)."""
+    problem, reasons = request.problem, list[str]()
     for phase, candidate in ranking.near.items():
         excess = candidate.memory.total - limit(problem)
         term = max(candidate.memory.terms, key=lambda name: candidate.memory.terms[name])
@@ -137,8 +182,17 @@ def nothing_fits(problem: Problem, ranking: Ranking) -> str:
             f"{candidate.memory.terms[term] / GB:.1f})"
         )
     reasons = reasons or [f"{base}: {reason}" for base, reason in ranking.reasons.items()]
-    subject = f"{problem.model.name} on {problem.cluster.num_gpus} x {problem.cluster.gpu.name}"
-    fix = "use more GPUs (--smallest finds how many), a smaller --max-answer or --lora-rank"
+    count, gpu = problem.cluster.num_gpus, problem.cluster.gpu.name
+    most = min(MOST, max(64, 4 * count))
+    nearest = [
+        next(fitting(request, model, options, within), None)
+        for within in (range(count - 1, 0, -1), range(count + 1, most + 1))
+    ]
+    sizes = " or ".join(str(found[1].problem.cluster.num_gpus) for found in nearest if found is not None)
+    fix = f"use {sizes} of them" if sizes else f"no number up to {most} does: use another GPU"
+    trained = "--lora-rank" if problem.adapter else "adapters (without --full)"
+    fix += f", a smaller --max-answer or {trained}"
+    subject = f"{problem.model.name} on {count} x {gpu}"
     return f"{subject} does not fit: {'; '.join(reasons) or 'no layout divides the model'}; {fix}"
 
 

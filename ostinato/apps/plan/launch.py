@@ -1,6 +1,6 @@
 """Write a plan as the recipe that starts it. Each feature that Ostinato lacks is a comment.
 
-Data, rewards and learning rates are the user's: a plan has none.
+Data, rewards and learning rates are the user's: a plan has none, and its recipe names them as comments.
 """
 
 from __future__ import annotations
@@ -18,6 +18,13 @@ from ostinato.model.shapes import AdapterSpec
 from ostinato.parallel.layout import Layout
 from ostinato.parallel.memory import DType
 
+YOURS = """\
+# Fill in what to learn; without it the run learns the built-in arithmetic:
+# [task]
+# source = "rows.jsonl"     # or a .parquet file, "hf:NAME", "gym:NAME"
+# [reward]
+# functions = ["exact"]     # compares with the column "answer"; or "rewards.py:function"
+"""
 COPIES = {DType.BF16: "bf16", DType.INT8: "int8", DType.FP8: "fp8"}  # engine.weights of the local engine
 
 
@@ -27,10 +34,11 @@ def ostinato(problem: Problem, arrangement: Arrangement) -> str:
     base = f", base {arrangement.base}" if arrangement.placement == Placement.COLOCATED else ""
     train = arrangement.train
     lines = [f"trainer {train.layout}, sampler {arrangement.rollout.layout}, {arrangement.placement}{base}"]
-    lines.append("model.path is the name that was planned; give the folder of the weights")
     lines += [f"not in Ostinato yet: {lack}" for lack in list_lacks(problem, arrangement)]
     command = _write_torchrun(problem, train.layout) + " -m ostinato train plan.toml"
-    return "\n".join([*_wrap_comments(lines), f"# {command}", "", dumps(sections(problem, arrangement))])
+    return "\n".join(
+        [*_wrap_comments(lines), f"# {command}", "", dumps(sections(problem, arrangement)), YOURS]
+    )
 
 
 def sections(problem: Problem, arrangement: Arrangement) -> dict[str, dict[str, object]]:
@@ -38,7 +46,7 @@ def sections(problem: Problem, arrangement: Arrangement) -> dict[str, dict[str, 
     work, train = problem.work, arrangement.train
     dtype = "float32" if problem.precision.base == DType.FP32 else "bfloat16"
     recipe: dict[str, dict[str, object]] = {
-        "model": {"path": problem.model.name, "dtype": dtype},
+        "model": {"path": problem.model.path, "dtype": dtype},
         "adapter": _make_adapter_section(problem.adapter),
         "rollout": {
             "prompts_per_step": work.prompts,

@@ -22,6 +22,7 @@ from typing import Protocol
 from ostinato.apps.plan.cluster import Cluster
 from ostinato.inputs import parse_json
 from ostinato.model.config import ModelConfig, parse_config, read_config
+from ostinato.model.named import is_hub_name
 from ostinato.model.shapes import AdapterSpec
 from ostinato.parallel.layout import Layout
 from ostinato.parallel.memory import Precision
@@ -55,9 +56,10 @@ class Base(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """A model, by its config.json alone."""
+    """A model, by its config.json alone. ``path``: ``model.path`` of a recipe, a hub name or a folder."""
 
     name: str
+    path: str
     config: ModelConfig
 
 
@@ -229,23 +231,26 @@ def known_models() -> tuple[str, ...]:
 
 
 def find_model(name: str) -> Model:
-    """Find the model of a built-in name ("kimi-k2", "asset:seed-moe"), a folder or a path to a config.json.
+    """Find the model of a built-in name ("kimi-k2", "asset:seed-moe") or the hub name of one, a folder or a
+    path to a config.json.
 
     Raises ValueError, in a sentence, where there is none, or where its config.json is not supported.
     """
-    short = name.removeprefix("asset:").lower()
-    if (file := _MODELS / f"{short}.json").is_file():
-        return Model(name=short, config=parse_config(parse_json(file.read_bytes())))
+    short, path = name.removeprefix("asset:").lower(), Path(name).expanduser()
+    if is_hub_name(name):
+        short = short.rpartition("/")[2]
+    for file in _MODELS.glob("*.json"):
+        config = _read_config(file)
+        hub = config.raw["_name_or_path"]
+        if {short, short.removesuffix("-instruct")} & {file.stem, hub.rpartition("/")[2].lower()}:
+            return Model(name=file.stem, path=name if "/" in name else hub, config=config)
     if (_ASSETS / short / "config.json").is_file():
-        return Model(name=short, config=read_config(_ASSETS / short))
-    path = Path(name).expanduser()
+        return Model(name=short, path=f"asset:{short}", config=read_config(_ASSETS / short))
     if path.is_dir():
-        return Model(name=path.resolve().name, config=read_config(path))
+        return Model(name=path.resolve().name, path=str(path), config=read_config(path))
     if path.is_file():
-        return Model(name=path.resolve().parent.name, config=_read_config(path))
-    if (base := short.rpartition("/")[2]) in known_models():  # a hub name
-        return find_model(base)
-    matches = difflib.get_close_matches(base, known_models(), n=1, cutoff=0.8)
+        return Model(name=path.resolve().parent.name, path=str(path.parent), config=_read_config(path))
+    matches = difflib.get_close_matches(short, known_models(), n=1, cutoff=0.8)
     hint = f"the built-in ones are {', '.join(known_models())}"
     fix = f"did you mean {matches[0]}?" if matches else f"give its config.json or folder; {hint}"
     raise ValueError(f"model is {name!r}, no built-in name and no config.json; {fix}")

@@ -16,8 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ostinato.apps.plan import memory as bytes_of
-from ostinato.apps.plan.cluster import Cluster
-from ostinato.apps.plan.layouts import divisors, layouts, refuse
+from ostinato.apps.plan.layouts import layouts, refuse
 from ostinato.apps.plan.memory import host_margin, limit, margin, sequences_for, shares_base
 from ostinato.apps.plan.problem import (
     Arrangement,
@@ -30,7 +29,6 @@ from ostinato.apps.plan.problem import (
     Setup,
     Times,
 )
-from ostinato.parallel.elements import stage_elements
 from ostinato.parallel.gpus import GB
 from ostinato.parallel.layout import Layout
 
@@ -93,8 +91,8 @@ def search(problem: Problem, clock: Clock, allowed: Allowed | None = None) -> Ra
     """Rank plans for all GPUs of the cluster; ``plans`` is empty where nothing fits. Raises ValueError for a
     requested layout that does not suit the model, the engine or the number of GPUs."""
     allowed = allowed or Allowed()
-    _refuse_layouts(problem, allowed)
-    worlds = list(_list_worlds(problem, allowed))
+    refuse_layouts(problem, allowed)
+    worlds = list(list_worlds(problem, allowed))
     if not worlds:
         raise ValueError(_explain_no_world(problem, allowed))
     rankings = [_rank_world(problem, clock, allowed, *world) for world in worlds]
@@ -105,7 +103,7 @@ def search(problem: Problem, clock: Clock, allowed: Allowed | None = None) -> Ra
     return replace(next(best, rankings[0]), plans=tuple(plans))
 
 
-def _refuse_layouts(problem: Problem, allowed: Allowed) -> None:
+def refuse_layouts(problem: Problem, allowed: Allowed) -> None:
     """Raise ValueError, in a sentence, for a requested layout that does not suit the model or the engine."""
     try:
         name = "train-layout"
@@ -126,14 +124,14 @@ def _explain_no_world(problem: Problem, allowed: Allowed) -> str:
         f"{name} is {layout} of {layout.world} ranks" for name, layout in layout_options.items() if layout
     ]
     free = replace(allowed, train_layout=None, rollout_layout=None)
-    parts = [f"{train} train and {rollout} sample" for train, rollout, _ in _list_worlds(problem, free)]
+    parts = [f"{train} train and {rollout} sample" for train, rollout, _ in list_worlds(problem, free)]
     return (
         f"{' and '.join(requests)}, but of {problem.cluster.num_gpus} GPUs {' or '.join(parts)}; use as many "
         "ranks, or other GPUs"
     )
 
 
-def _list_worlds(problem: Problem, allowed: Allowed) -> Iterator[tuple[int, int, Placement]]:
+def list_worlds(problem: Problem, allowed: Allowed) -> Iterator[tuple[int, int, Placement]]:
     """Yield (ranks that train, ranks that sample, placement) of splits that suit the requested layouts."""
     total = problem.cluster.num_gpus
     splits = [(total, total, Placement.COLOCATED)] if Placement.COLOCATED in allowed.placements else []
@@ -393,29 +391,3 @@ def distinct(plans: Iterable[Plan], number: int) -> list[Plan]:
         a = plan.arrangement
         best.setdefault((a.train.layout, a.rollout.layout, a.base, a.placement), plan)
     return list(best.values())[:number]
-
-
-def resize(cluster: Cluster, number: int) -> Cluster:
-    """A cluster of ``number`` GPUs in the same nodes; a part of a node has its share of host memory."""
-    per_node = min(number, cluster.per_node)
-    host = cluster.host_memory / cluster.per_node * per_node
-    return replace(cluster, nodes=number // per_node, per_node=per_node, host_memory=host)
-
-
-def smallest(
-    problem: Problem, clock: Clock, allowed: Allowed | None = None, most: int = 1024
-) -> Ranking | None:
-    """Return the plans on the fewest GPUs of this kind on which anything fits: divisors of a node, then whole
-    nodes; None beyond ``most``."""
-    allowed, per_node = allowed or Allowed(), problem.cluster.per_node
-    _refuse_layouts(problem, allowed)
-    elements = stage_elements(problem.config, None, Layout(), 0)
-    weights = (elements.trainable + elements.untrained) * problem.precision.base.num_bytes
-    nodes = (*range(2, 9), *range(10, 17, 2), *range(20, 33, 4), *range(40, 65, 8), *range(80, 129, 16))
-    for number in (*divisors(per_node), *(per_node * count for count in nodes)):
-        if number > most or weights > number * limit(problem):
-            continue  # not even the evenly cut weights fit
-        smaller = replace(problem, cluster=resize(problem.cluster, number))
-        if any(_list_worlds(smaller, allowed)) and (ranking := search(smaller, clock, allowed)).plans:
-            return ranking
-    return None

@@ -52,7 +52,6 @@ PLAN = replace(PLAN, train=replace(PLAN.train, recompute=True))
 
 OURS = """\
 # trainer t8p8e8, sampler d8t8e64, colocated, base swapped
-# model.path is the name that was planned; give the folder of the weights
 """
 
 
@@ -60,9 +59,18 @@ def test_ours_is_a_recipe() -> None:
     text = launch.ostinato(KIMI, PLAN)
     assert text.startswith(OURS)
     recipe = Recipe.model_validate(tomllib.loads(text))
-    assert recipe.parallel.layout == "t8p8e8"
+    assert (recipe.parallel.layout, recipe.model.path) == ("t8p8e8", "moonshotai/Kimi-K2-Instruct")
     assert (recipe.adapter.rank, recipe.trainer.minibatches, recipe.trainer.recompute) == (32, 2, True)
     assert (recipe.rollout.prompts_per_step, recipe.rollout.group_size) == (64, 16)
+
+
+def test_ours_names_what_a_plan_has_not() -> None:
+    """A recipe without [task] learned arithmetic and did not say so, and its model.path was refused."""
+    text = launch.ostinato(KIMI, PLAN)
+    filled = tomllib.loads(text.replace("# [", "[").replace("# source", "source").replace("# func", "func"))
+    recipe = Recipe.model_validate(filled)
+    assert (recipe.task.source, recipe.reward.functions) == ("rows.jsonl", ("exact",))
+    assert "without it the run learns the built-in arithmetic" in text
 
 
 def lacking(text: str) -> str:

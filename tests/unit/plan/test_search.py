@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from ostinato.apps.plan import memory
 from ostinato.apps.plan import search as planning
 from ostinato.apps.plan.cluster import ON_GPUS, parse_cluster
-from ostinato.apps.plan.commands import nothing_fits
+from ostinato.apps.plan.commands import fitting, nothing_fits
 from ostinato.apps.plan.layouts import layouts
 from ostinato.apps.plan.problem import (
     Arrangement,
@@ -31,7 +31,7 @@ from ostinato.apps.plan.problem import (
     find_model,
 )
 from ostinato.apps.plan.request import Options, ask, lognormal_lengths
-from ostinato.apps.plan.search import Allowed, Plan, search, smallest
+from ostinato.apps.plan.search import Allowed, Plan, search
 from ostinato.apps.plan.time import Roofline
 from ostinato.cli.app import app
 from ostinato.model.shapes import AdapterSpec
@@ -170,9 +170,6 @@ def test_a_layout_that_cannot_be_is_refused(requested: dict[str, str], words: st
     with pytest.raises(ValueError, match=words) as caught:
         search(question(), Toy(), allowed)
     assert "\n" not in str(caught.value)
-    if ": layout" in str(caught.value):
-        with pytest.raises(ValueError, match=words):
-            smallest(question(), Toy(), allowed)
 
 
 @pytest.mark.slow
@@ -205,15 +202,21 @@ def test_apart_cuts_the_cluster_and_may_overlap() -> None:
     assert both.plans[0].times.total <= found.plans[0].times.total
 
 
-def test_smallest_is_the_first_size_that_fits() -> None:
-    case, clock = question("qwen3-30b-a3b", "64xH100-80"), Toy()
-    found = smallest(case, clock)
-    assert found is not None
-    number = found.plans[0].arrangement.num_gpus
-    assert number == 1  # 61 GB of weights, one base
-    two = smallest(case, clock, Allowed(bases=(Base.TWO,)))
-    assert two is not None and two.plans[0].arrangement.num_gpus > 1
-    assert smallest(question("kimi-k2"), clock, most=4) is None
+@pytest.mark.parametrize(
+    ("more", "fits", "starts"),
+    [
+        (["qwen3-30b-a3b", "--answer-tokens", "1024", "--max-answer", "4096"], 1, 1),  # one base of 61 GB
+        (["qwen3-30b-a3b", "--answer-tokens", "1024", "--max-answer", "4096", "--share", "two"], 2, 2),
+        (["qwen3-30b-a3b", "--engine", "vllm", "--max-answer", "8192"], 1, 2),
+        (["kimi-k2", "--base", "fp8"], 16, None),
+    ],
+)
+def test_smallest_is_the_first_size_that_fits_beside_the_first_that_starts(
+    more: list[str], fits: int, starts: int | None
+) -> None:
+    """`--smallest` answered with plans that nobody can start, and did not say which number can be."""
+    tree = json.loads(run("plan", *more, "--gpus", "64xH100-80", "--smallest", "--json", "-"))
+    assert (tree["smallest"], tree["smallest_started"]) == (fits, starts)
 
 
 # ---- what it is fed with
@@ -298,6 +301,9 @@ def test_what_has_run_on_gpus_is_said_in_the_same_words() -> None:
     ("name", "found"),
     [
         ("Qwen/Qwen3-8B", "qwen3-8b"),
+        ("moonshotai/Kimi-K2-Instruct", "kimi-k2"),
+        ("meta-llama/Llama-3.1-8B-Instruct", "llama-3.1-8b"),
+        ("allenai/OLMoE-1B-7B-0924", "olmoe"),
         ("qwen2.5-7b", None),
         ("Qwen/Qwen2.5-7B-Instruct", None),
         ("gpt-oss-20b", None),
@@ -306,7 +312,7 @@ def test_what_has_run_on_gpus_is_said_in_the_same_words() -> None:
 def test_another_model_is_not_offered_as_a_misspelling(name: str, found: str | None) -> None:
     """`plan qwen2.5-7b` asked "did you mean qwen3-8b"; the hub's name of a built-in model was not known."""
     if found:
-        assert find_model(name).name == found
+        assert (find_model(name).name, find_model(name).path) == (found, name)
         return
     with pytest.raises(ValueError, match=r"give its config\.json") as caught:
         find_model(name)
@@ -315,9 +321,28 @@ def test_another_model_is_not_offered_as_a_misspelling(name: str, found: str | N
 
 def test_advice_names_what_there_is() -> None:
     """ "fewer bytes (--base fp8)" was advised, and the trainer holds bf16 or float32 only."""
-    request = ask("qwen3-30b-a3b", "1xH100", Options())
-    words = nothing_fits(request.problem, search(request.problem, request.clock, request.allowed))
-    assert "--smallest" in words and "fp8" not in words
+    assert "fp8" not in refusal("qwen3-30b-a3b", "1xRTX4090", Options())
+    words = refusal("qwen3-30b-a3b", "1xH100", Options(full=True))
+    assert words.endswith("use 8 of them, a smaller --max-answer or adapters (without --full)")
+
+
+def refusal(model: str, gpus: str, options: Options) -> str:
+    request = ask(model, gpus, options)
+    ranking = search(request.problem, request.clock, request.allowed)
+    assert not ranking.plans
+    return nothing_fits(request, ranking, model, options)
+
+
+def test_where_a_number_does_not_divide_the_model_fewer_may_fit() -> None:
+    """ "use more GPUs" was said of 40 for 384 experts, and 32 fit. Here 8 heads are not cut by 5."""
+    options = Options(gpu_memory=12.0, max_answer=4096, answer_tokens=1024)
+    assert "; use 4 or 8 of them, " in refusal("qwen3-8b", "5xRTX3090-24", options)
+
+
+def test_a_layout_that_cannot_be_is_refused_whatever_the_number() -> None:
+    options = Options(train_layout="t3")
+    with pytest.raises(ValueError, match="train-layout: layout t3 cuts num_attention_heads"):
+        next(fitting(ask("qwen3-8b", "8xH100", options), "qwen3-8b", options, range(1, 9)))
 
 
 def test_a_folder_is_a_model(tmp_path: Path) -> None:
