@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,7 +24,7 @@ from ostinato.apps.plan.cluster import ON_GPUS, PER_NODE
 from ostinato.apps.plan.fit import FILE
 from ostinato.apps.plan.fit import app as fit_app
 from ostinato.apps.plan.layouts import divisors
-from ostinato.apps.plan.memory import kv_values, limit, margin
+from ostinato.apps.plan.memory import cache_bytes, kv_values, limit, margin
 from ostinato.apps.plan.problem import Phase, Placement, Problem, known_models
 from ostinato.apps.plan.request import Options, PlanRequest, ask, plan_options
 from ostinato.apps.plan.search import (
@@ -37,7 +37,7 @@ from ostinato.apps.plan.search import (
     search,
     why_lost,
 )
-from ostinato.apps.plan.time import refit_bytes, step_traffic
+from ostinato.apps.plan.time import SPREAD, refit_bytes, step_traffic
 from ostinato.parallel.elements import stage_elements
 from ostinato.parallel.gpus import GB
 from ostinato.parallel.layout import Layout
@@ -216,15 +216,20 @@ def question(request: PlanRequest) -> dict[str, str]:
         "work": f"{work.prompts} prompts x {work.group} answers, prompt {work.prompt_tokens}, answers mean "
         f"{work.mean_answer:,.0f} up to {work.max_answer:,} tokens, {work.updates} optimizer steps",
         "cluster": f"{cluster.nodes} x {cluster.per_node} {gpu.name} of {gpu.memory / GB:g} GB, host "
-        f"{cluster.host_memory / GB:,.0f} GB a node; per GPU and direction "
-        f"{gpu.link / GB:g} GB/s in the node, {gpu.nic / GB:g} between nodes",
+        f"{cluster.host_memory / GB:,.0f} GB a node, {cluster.usable_host:.0%} of it used; per GPU and "
+        f"direction {gpu.link / GB:g} GB/s in the node, {gpu.nic / GB:g} between nodes",
         "sampler": f"{problem.sampler.name}, cache {cache / 1e3:,.1f} kB a token, "
         f"up to {problem.sampler.sequences} sequences a replica",
         "reserve": f"context and NCCL {problem.context / GB:g} GB, "
         f"fragmentation {FRAGMENTATION:.0%} of activations",
+        "context": f"{work.longest:,} tokens at most of {config.max_positions:,} that the model takes",
         "imbalance": f"lognormal popularity, sigma {SIGMA}",
         "price": f"{gpu.price:g} per GPU and hour, assumed; {work.steps:,} steps",
         "efficiency": request.measured,
+        "assumed": "shares of peaks, seconds of calls: "
+        + ", ".join(f"{name} {value:g}" for name, value in asdict(request.clock.efficiency).items()),
+        "range": "one standard deviation of the seconds, assumed: "
+        + ", ".join(f"{phase} {spread:.0%}" for phase, spread in SPREAD.items()),
     }
 
 
@@ -248,11 +253,11 @@ def answer(problem: Problem, plan: Plan) -> Iterator[str]:
     a, times, work = plan.arrangement, plan.times, problem.work
     base = "on GPUs of their own" if a.placement == Placement.APART else f"colocated, base {a.base}"
     recompute = ", recomputed" if a.train.recompute else ""
-    yield (
-        f"[bold]{a.num_gpus} x {problem.cluster.gpu.name}[/bold], {base}: train {a.train.layout} "
-        f"({in_words(a.train.layout)}; microbatches of {a.train.microbatch:,} rows{recompute}), sample "
-        f"{a.rollout.layout} ({in_words(a.rollout.layout)}; {a.rollout.sequences} sequences at once each)"
-    )
+    train, rollout, gpu = a.train.layout, a.rollout.layout, problem.cluster.gpu.name
+    each = f" on each of {rollout.data} data ranks" if rollout.data > 1 else ""
+    yield f"[bold]{a.num_gpus} x {gpu}[/bold], {base}"
+    yield f"train {train}: {in_words(train)}; microbatches of {a.train.microbatch:,} tokens{recompute}"
+    yield f"sample {rollout}: {in_words(rollout)}; {a.rollout.sequences} sequences at once{each}"
     hours, dollars = times.total * work.steps / HOUR, cost(problem, plan) * work.steps
     low, high = times.low * hours, times.high * hours
     yield (
@@ -260,12 +265,22 @@ def answer(problem: Problem, plan: Plan) -> Iterator[str]:
         f"{work.steps:,} steps of {times.total:.1f} s, at ${problem.cluster.gpu.price:g} per GPU and hour"
     )
     memory = plan.memory[plan.fullest()]
-    yield (
+    text = (
         f"[bold]{memory.total / GB:.1f} of {limit(problem) / GB:.1f} GB[/bold] of the fullest GPU, "
         f"{margin(problem, memory) / GB:.1f} left"
     )
+    if cache := memory.terms.get("KV cache"):
+        least = cache_bytes(problem, replace(a.rollout, sequences=0))
+        text += f"; the KV cache takes {cache / GB:.1f} of what is free and needs {least / GB:.1f} at least"
+    yield text
+    if work.longest > (most := problem.config.max_positions):
+        yield (
+            f"[bold]warning[/bold] prompt and answer may be {work.longest:,} tokens and {problem.model.name} "
+            f"takes {most:,}: a run refuses longer ones, so use a smaller --max-answer"
+        )
     if lacks := launch.list_lacks(problem, a):
-        yield f"Ostinato can start none of these plans: it lacks {'; '.join(lacks)}"
+        yield "Ostinato can start none of these plans:"
+        yield from (f"  it lacks {lack}" for lack in lacks)
 
 
 def in_words(layout: Layout) -> str:
@@ -274,6 +289,7 @@ def in_words(layout: Layout) -> str:
     sizes |= {"pipeline": layout.pipeline}
     words = " x ".join(f"{size} {name}" for name, size in sizes.items() if size > 1) or "one rank"
     words += f", experts over {layout.expert}" if layout.expert > 1 else ""
+    words += f", width of experts over {layout.expert_tensor}" if layout.expert_tensor > 1 else ""
     words += f", weights in {layout.shard} pieces" if layout.shard > 1 else ""
     return words + (f", {layout.virtual} virtual stages each" if layout.virtual > 1 else "")
 
@@ -323,7 +339,7 @@ def _make_table(title: str, *columns: str) -> Table:
 
 def _make_plan_table(problem: Problem, title: str, plans: Sequence[Plan], start: int = 1) -> Table:
     table = _make_table(
-        title, "", "train", "rollout", "base", "rows", "seq", "GB", "left", "s/step", "$/step"
+        title, "", "train", "rollout", "base", "tokens", "seq", "GB", "left", "s/step", "$/step"
     )
     for number, plan in enumerate(plans, start=start):
         a, worst = plan.arrangement, plan.memory[plan.fullest()]

@@ -339,7 +339,9 @@ def _describe_shortage(
             phase = max(excess, key=lambda key: excess[key])
             lacks.append((excess[phase], f"{trainer.setup.layout} with {sampler.setup.layout} in {phase}"))
     if not lacks:
-        return "trainer or sampler does not fit alone"
+        name = "sampler" if train else "trainer"
+        limits = " (one that shares has no p and no f)" if base == Base.SHARED and not train else ""
+        return f"no {name} for it fits its GPUs even by itself{limits}"
     shortage, pair_name = min(lacks, key=lambda lack: lack[0])
     return f"{max(shortage, 0.0) / GB:.1f} GB a GPU too much at best, {pair_name}"
 
@@ -363,7 +365,7 @@ def describe_limit(problem: Problem, plan: Plan) -> str:
     )
     share = seconds / max(times.total + times.overlapped, 1e-9)
     return (
-        f"memory: {phase} needs {memory.total / GB:.1f} of {limit(problem) / GB:.0f} GB ({largest}); "
+        f"memory: {phase}, {memory.total / GB:.1f} of {limit(problem) / GB:.1f} GB ({largest}); "
         f"time: {part} {term}, {seconds:.1f} s, {share:.0%} of the step"
     )
 

@@ -401,6 +401,21 @@ def test_a_card_that_is_not_in_the_table_has_a_memory_of_its_own() -> None:
     assert request.problem.cluster.gpu.hbm == parse_cluster("A100-80:4").gpu.hbm
 
 
+def test_the_answer_says_what_its_numbers_are() -> None:
+    """ "85.4 of 85.5 GB" was no tight fit but a cache that takes what is free; "25.3 of 25 GB" was the same
+    memory twice; rows were tokens; a range, its spread and shares of peaks were printed nowhere."""
+    arguments = ["qwen3-8b", "--gpus", "1xRTX4090-24", "--max-answer", "40000", "--rollout-layout", "1"]
+    with pytest.raises(ValueError, match="train misses by"):
+        run("plan", *arguments)
+    printed = run("plan", *arguments, "--gpu-memory", "200")
+    cache = 41024 * 147_456 / 1e9  # one longest sequence
+    assert f"the KV cache takes 147.0 of what is free and needs {cache:.1f} at least" in printed
+    assert "may be 41,024 tokens and qwen3-8b takes 40,960" in printed
+    for words in ("tokens, recomputed", "range", "rollout 25%", "grouped 0.4", "85% of it used"):
+        assert words in printed
+    assert "rows" not in printed and "warning" not in run(*ARGUMENTS, *SHORT)
+
+
 def test_money_is_devices_times_hours() -> None:
     first = json.loads(run(*ARGUMENTS, *SHORT, "--json", "-", "--price", "3"))["plans"][0]
     assert first["cost_per_step"] == pytest.approx(2 * 3 * first["total"] / 3600)
