@@ -256,8 +256,12 @@ def answer(problem: Problem, plan: Plan) -> Iterator[str]:
     train, rollout, gpu = a.train.layout, a.rollout.layout, problem.cluster.gpu.name
     each = f" on each of {rollout.data} data ranks" if rollout.data > 1 else ""
     yield f"[bold]{a.num_gpus} x {gpu}[/bold], {base}"
-    yield f"train {train}: {in_words(train)}; microbatches of {a.train.microbatch:,} tokens{recompute}"
-    yield f"sample {rollout}: {in_words(rollout)}; {a.rollout.sequences} sequences at once{each}"
+    yield f"train {train}: {in_words(train)}"
+    yield f"sample {rollout}: {in_words(rollout)}"
+    yield (
+        f"microbatches of {a.train.microbatch:,} tokens{recompute}; samples {a.rollout.sequences} sequences "
+        f"at once{each}"
+    )
     hours, dollars = times.total * work.steps / HOUR, cost(problem, plan) * work.steps
     low, high = times.low * hours, times.high * hours
     yield (
@@ -374,7 +378,7 @@ def _make_memory_table(problem: Problem, plan: Plan) -> Table:
 def _make_time_table(plan: Plan) -> Table:
     times = plan.times
     low, high = times.total * times.low, times.total * times.high
-    title = f"seconds of a step: {times.total:.1f} ({low:.1f} to {high:.1f})"
+    title = f"a step: {times.total:.1f} s ({low:.1f} to {high:.1f})"
     table = _make_table(title, "phase", "term", "s")
     for part, terms in times.terms.items():
         for term, seconds in sorted(terms.items(), key=lambda item: -item[1]):

@@ -366,7 +366,7 @@ def describe_limit(problem: Problem, plan: Plan) -> str:
     share = seconds / max(times.total + times.overlapped, 1e-9)
     return (
         f"memory: {phase}, {memory.total / GB:.1f} of {limit(problem) / GB:.1f} GB ({largest}); "
-        f"time: {part} {term}, {seconds:.1f} s, {share:.0%} of the step"
+        f"time: {part} {term}, {seconds:.1f} s ({share:.0%} of a step)"
     )
 
 

@@ -33,7 +33,7 @@ def test_it_fits_one_card_with_one_base(model: str) -> None:
     }
     options = [f"--{name}={value}" for name, value in sizes.items()]
     asked = [model, "--gpus", "1xH100-80", "--top", "1", *options, "--json", "-"]
-    tree = json.loads(CliRunner().invoke(app, asked, catch_exceptions=False).output)
+    tree = json.loads(CliRunner().invoke(app, asked, catch_exceptions=False).stdout)
     plan = tree["plans"][0]
     assert (plan["base"], plan["lacks"]) == ("shared", []) and tree["gpu_bytes"] == H100
     assert max(sum(phase["terms"].values()) for phase in plan["memory"].values()) <= H100
