@@ -112,9 +112,9 @@ def plan(
         typer.echo(launch.ostinato(request.problem, best.arrangement), nl=False)
         return
     if sizes:
-        started = sizes["smallest_started"] or "none in one node"
+        started = sizes["smallest_started"] or "none in one node, and over nodes it starts no sampler"
         typer.echo(f"Fewest that fit: {sizes['smallest']}; fewest that Ostinato can start today: {started}.")
-        typer.echo(f"Of --gpus {gpus} the kind and the size of a node are used, not the number.")
+        typer.echo(f"Of --gpus {gpus} the kind is used, not the number.")
     print_answer(Screen(), request, ranking, top)
     typer.echo(f"Searched {ranking.tried} setups in {seconds:.1f} s on one CPU core. {ON_GPUS}.")
 
