@@ -70,12 +70,6 @@ SHEETS: Mapping[str, Sheet] = MappingProxyType(
         "cpu": Sheet(8, 0.05, 0.05, 0, 8, 1.5, 8, 1, 8, 0.05),
     }
 )
-NEAREST = {  # the nearest row above, for devices without one
-    "v100": "A100-80",
-    "gh200": "H200-141",
-    "mi300": "H200-141",
-    "mi325": "B200-192",
-}
 
 
 def gpu_named(name: str) -> Gpu:
@@ -87,11 +81,8 @@ def gpu_named(name: str) -> Gpu:
     if len(keys) > 1:
         raise ValueError(f"gpus names {name!r}, which is {' or '.join(keys)}; write one of them")
     if not keys:
-        nearest = next((device for part, device in NEAREST.items() if part in lowered), "")
-        advice = f"the nearest that is known is {nearest}, beside" if nearest else "known are"
-        other_names = (key for key in SHEETS if key != nearest)
         raise ValueError(
-            f"gpus names {name!r}, of which there is no data sheet here; {advice} {', '.join(other_names)}: "
+            f"gpus names {name!r}, of which there is no data sheet here, only of {', '.join(SHEETS)}: "
             "write the one with the nearest speed, and the memory of yours with --gpu-memory GB"
         )
     sheet = SHEETS[keys[0]]

@@ -9,7 +9,6 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -121,11 +120,10 @@ def plan(
 
 def _rank_plans(request: PlanRequest) -> Ranking:
     """Rank the plans: those that Ostinato can start come first, then the others, each fastest first."""
-    ranking = search(request.problem, request.clock, request.allowed)
-    lacks = partial(launch.list_lacks, request.problem)
-    return replace(
-        ranking, plans=tuple(sorted(ranking.plans, key=lambda plan: bool(lacks(plan.arrangement))))
-    )
+    problem = request.problem
+    ranking = search(problem, request.clock, request.allowed)
+    plans = sorted(ranking.plans, key=lambda plan: bool(launch.list_lacks(problem, plan.arrangement)))
+    return replace(ranking, plans=tuple(plans))
 
 
 def fitting(
