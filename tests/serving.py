@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ostinato.access import STRICT, Access
@@ -39,7 +40,8 @@ def server(
     **limits: Any,
 ) -> Iterator[At]:
     """Serve ``target`` while the context lasts."""
-    overrides = () if "/" in target else ("model.dtype=float32",)
+    # "auto" depends on the processor and its load; a run has its own
+    overrides = () if (Path(target) / "recipe.toml").is_file() else ("model.dtype=float32",)
     serving = Serving(
         target=target, overrides=overrides, adapters=adapters or {}, limits=Limits(context=0, **limits)
     )
