@@ -50,7 +50,7 @@ def run(args: Sequence[str]) -> int:
     if name not in OF_PROCESSES:
         logging.basicConfig(format="%(message)s")
         logging.getLogger(threads.__name__).setLevel(logging.INFO)
-        threads.configure_early("auto", threads.Products(model=_model(rest)))  # before torch is imported
+        threads.configure(work=threads.Products(model=_model(rest)))  # before torch is imported
     return main(f"ostinato bench {name}", load(name), rest)
 
 

@@ -2,7 +2,7 @@
 
 A decode step is hundreds of small products, so the price of waking threads matters beside their number:
 the products of the model that is run are timed. OpenMP reads its environment when torch is imported; so each
-way of waiting is timed in a process of its own, and ``configure`` must run before ``import torch``.
+way of waiting is timed in a process of its own, and once torch is imported only the number can be set.
 
     cli -> configure("auto", model=...) -> environment | cache file | measure() -> a probe process per policy
 """
@@ -76,7 +76,8 @@ def configure(
     work: Products | None = Products(),
     environ: MutableMapping[str, str] = os.environ,
 ) -> Threads:
-    """Choose, and write the choice into the environment that torch will read. Call it before importing torch.
+    """Choose, and write the choice into the environment that torch will read; a torch that is imported gets
+    the number.
 
     Arguments take precedence, then OMP_NUM_THREADS and OMP_WAIT_POLICY if the user has set them, then the
     earlier measurement of ``work`` on this machine, then a measurement of some ten seconds. If the number of
@@ -84,13 +85,9 @@ def configure(
     on a busy machine it is always passive: two runs that both spin take five times as long. ``work`` None:
     nothing is measured, because a GPU multiplies; a thread per core then.
     """
-    if "torch" in sys.modules:
-        warnings.warn(
-            "threads.configure was called after torch was imported, so the wait policy stays as it is; "
-            "call it first",
-            stacklevel=2,
-        )
     choice = _choose_threads(threads, policy, work, environ)
+    if "torch" in sys.modules:
+        choice = _set_late(choice, spins="PASSIVE" not in environ.get("OMP_WAIT_POLICY", "").upper())
     environ["OMP_NUM_THREADS"] = str(choice.count)
     environ["OMP_WAIT_POLICY"] = choice.policy.upper()
     if policy != "auto" or "GOMP_SPINCOUNT" not in environ:
@@ -98,11 +95,22 @@ def configure(
     return choice
 
 
-def configure_early(
-    threads: int | Literal["auto"] = "auto", work: Products | None = Products()
-) -> Threads | None:
-    """Call ``configure`` where it still has an effect; once torch is imported, do nothing and return None."""
-    return None if "torch" in sys.modules else configure(threads, work=work)
+def _set_late(choice: Threads, *, spins: bool) -> Threads:
+    """Set the number of threads of the imported torch; of those that spin, no more than there are idle cores,
+    as threads that wait for a core take ten times as long."""
+    torch, measured = sys.modules["torch"], choice.source in ("cache", "measured")
+    if measured:  # never more than the user has given torch
+        choice = replace(choice, count=min(choice.count, torch.get_num_threads()))
+    if spins and measured and choice.policy == "passive":
+        idle = round(logical_cores() * (1 - busy_share()))
+        choice = replace(choice, count=max(1, min(choice.count, idle)))
+    if spins and choice.count > 1 and choice.policy == "passive" and choice.source != "default":
+        logger.warning(
+            f"torch was imported first, so its {choice.count} threads spin while they wait, which is slow on "
+            "a busy machine; set OMP_WAIT_POLICY=PASSIVE in the environment before torch is imported"
+        )
+    torch.set_num_threads(choice.count)
+    return choice
 
 
 def _choose_threads(
@@ -180,11 +188,16 @@ def fastest(timings: list[Timing]) -> Timing | None:
 def is_busy() -> bool:
     """Return whether the cores have other work now, over a quarter of LOOK_S. The load average is of no use:
     it includes an earlier run for minutes."""
+    return busy_share() > 0.25
+
+
+def busy_share() -> float:
+    """Measure the share of LOOK_S in which our cores work, from 0 to 1; 0 where this is unknown."""
     if (before := _spent()) is None:
-        return False
+        return 0.0
     time.sleep(LOOK_S)
     busy_ticks, idle_ticks = (b - a for a, b in zip(before, _spent() or before, strict=True))
-    return busy_ticks > 0.25 * (busy_ticks + idle_ticks)
+    return busy_ticks / max(1, busy_ticks + idle_ticks)
 
 
 def _spent() -> tuple[int, int] | None:
@@ -238,18 +251,16 @@ def physical_cores() -> int:
     except OSError:
         return logical_cores()
     allowed = os.sched_getaffinity(0)
-    fields = [dict(_parse_field(line) for line in block.splitlines() if ":" in line) for block in blocks]
+    fields = [
+        {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in block.splitlines())}
+        for block in blocks
+    ]
     cores = {
         (cpu.get("physical id"), cpu["core id"])
         for cpu in fields
         if "core id" in cpu and int(cpu["processor"]) in allowed
     }
     return min(len(cores), logical_cores()) or logical_cores()
-
-
-def _parse_field(line: str) -> tuple[str, str]:
-    key, _, value = line.partition(":")
-    return key.strip(), value.strip()
 
 
 def cache_file(work: Products) -> Path:

@@ -334,13 +334,11 @@ def _write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         temporary.replace(path)
 
 
-def introduction(
-    inputs: RunInputs, components: RunComponents, path: Path, threads: Threads | None
-) -> Iterator[str]:
+def introduction(inputs: RunInputs, components: RunComponents, path: Path, threads: Threads) -> Iterator[str]:
     """Yield lines that describe the run before it starts, with the algorithm's keys that the user set."""
     recipe, decoder, adapters = inputs.recipe, inputs.decoder, components.trainer.adapters()
     yield f"run folder   {path}"
-    yield f"threads      {threads or 'as torch was started'}"
+    yield f"threads      {threads}"
     size = sum(parameter.numel() for parameter in decoder.parameters())
     if isinstance(decoder, Decoder):
         size += sum(math.prod(weight.shape) for weight in decoder.quantised.values())

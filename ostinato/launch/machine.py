@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ostinato import __version__, compiler, isa
 from ostinato.config import ModelSection, Recipe
-from ostinato.engine.threads import Products, Threads, configure_early
+from ostinato.engine.threads import Products, Threads, configure
 from ostinato.model.config import NotNative, read_config
 from ostinato.model.named import local_folder, model_folder
 from ostinato.run import Jsonl, RunFolder
@@ -93,9 +93,9 @@ def device_name(decoder: Base) -> str:
 # ---- threads
 
 
-def configure_threads(recipe: Recipe) -> Threads | None:
-    """Choose and set threads before torch is imported, by the products of the model; None once it is
-    imported. The user's settings stay. Raises ValueError for a missing model or an unknown family."""
+def configure_threads(recipe: Recipe) -> Threads:
+    """Choose and set threads by the products of the model, best before torch is imported. The user's settings
+    stay. Raises ValueError for a missing model or an unknown family."""
     section = recipe.model
     is_native = section.backend != "transformers"
     if (folder := local_folder(section.path)) is not None and is_native:
@@ -104,16 +104,14 @@ def configure_threads(recipe: Recipe) -> Threads | None:
             read_config(folder)
     work = Products(model=section.path, dtype=section.dtype, native=recipe.engine.native)
     on_gpu = expects_gpu(section.device, os.environ)
-    threads = configure_early(recipe.engine.threads, None if on_gpu or not is_native else work)
-    if threads is not None:
-        keep_few(recipe.engine.native, os.environ)
-        if on_gpu:  # batches of many sizes come and go: blocks of fixed sizes would leave holes
-            os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    return threads
+    keep_few(recipe.engine.native, os.environ)
+    if on_gpu:  # batches of many sizes come and go: blocks of fixed sizes would leave holes
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    return configure(recipe.engine.threads, work=None if on_gpu or not is_native else work)
 
 
 def expects_gpu(device: str, environ: Mapping[str, str], driver: Path = DRIVER) -> bool:
-    """Whether torch, which is not imported yet, will put the model on a GPU."""
+    """Whether torch, which need not be imported yet, will put the model on a GPU."""
     if device != "auto":
         return device.startswith("cuda")
     try:

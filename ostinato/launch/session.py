@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,7 +29,7 @@ from ostinato.observe.rows import ends, main_scores
 from ostinato.pipeline.signals import ending
 from ostinato.run import MAIN_SET, RunFolder, atomic_write, new_run_path
 from ostinato.tables import terminal_table
-from ostinato.terminal import Screen, waiting
+from ostinato.terminal import Screen, logged, waiting
 from ostinato.threads import outside_loop
 
 if TYPE_CHECKING:
@@ -231,7 +232,8 @@ def _train(
         )
     if recipe.sft.loss != "off":
         raise ValueError(f'sft.loss is "{recipe.sft.loss}"; run ostinato sft, or set sft.loss="off" for RL')
-    with named_failures(path):
+    heard = console.quiet or logging.getLogger("ostinato").hasHandlers()  # by the command or the user's own
+    with contextlib.nullcontext() if heard else logged(), named_failures(path):
         return _session(recipe, path=path, console=console, changed=changed, workers=workers, on_step=on_step)
 
 
