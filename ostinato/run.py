@@ -285,14 +285,17 @@ def _read_step(line: bytes, otherwise: int) -> int:
     return int(digits) if digits.isdigit() else otherwise
 
 
-def group_rows(group: Group) -> list[dict[str, Any]]:
-    """The rows of trajectories.jsonl.zst for one group, one per trajectory."""
+def group_rows(group: Group, advantages: np.ndarray | None = None) -> list[dict[str, Any]]:
+    """The rows of trajectories.jsonl.zst for one group, one per trajectory, with its advantage; NaN or None:
+    it was not trained on."""
     prompt = group.prompt
+    numbers = [None] * len(group.trajectories) if advantages is None else advantages.tolist()
     shown = prompt.text if prompt.messages is None else [dict(message) for message in prompt.messages]
     return [
         {"step": group.step, "uid": prompt.uid, "sample": index, "prompt": shown, "columns": prompt.columns}
+        | {"advantage": None if number is None or math.isnan(number) else number}
         | _write_trajectory(trajectory)
-        for index, trajectory in enumerate(group.trajectories)
+        for index, (trajectory, number) in enumerate(zip(group.trajectories, numbers, strict=True))
     ]
 
 
@@ -319,6 +322,8 @@ def _write_trajectory(trajectory: Trajectory) -> dict[str, Any]:
     return {
         "seed": trajectory.seed,
         "env_reward": trajectory.env_reward,
+        "ended": trajectory.ended,
+        "last_reply": trajectory.last_reply,
         "stop": trajectory.stop,
         "error": trajectory.error,
         "reward": None if reward is None else reward.value,

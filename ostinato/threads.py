@@ -46,9 +46,10 @@ def within(work: Callable[[], T], timeout_s: float) -> T:
 def outside_loop(work: Callable[[], T]) -> T:
     """The result of ``work()``, which starts an event loop: done here, or in a new thread if this thread
     already runs a loop (a notebook). Ctrl-C then ends the work, and is raised when it has ended."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
+    loop = None
+    with suppress(RuntimeError):
+        loop = asyncio.get_running_loop()
+    if loop is None:  # outside of the handler, which would be the context of every error of ``work``
         return work()
     future: Future[T] = Future()
 

@@ -344,6 +344,8 @@ class Trajectory:
     seed: tuple[int, ...]
     reward: Reward | None = None
     env_reward: float | None = None  # of the environment itself, where it gives one
+    ended: str = ""  # how the environment ended it: "terminated", "truncated" or "max_turns"
+    last_reply: str = ""  # of the environment, which the policy did not see
     error: str = ""
 
     __repr__ = _format_brief

@@ -109,7 +109,7 @@ def own_loss_terms(
     *,
     correction: Tensor | None = None,
 ) -> LossTerms:
-    """The terms of a user's own loss (``algo.own_loss``), weighted and corrected as the others."""
+    """The terms of a user's own loss (``algo.loss``), weighted and corrected as the others."""
     values, stats = loss.terms(new_logprobs, old_logprobs, advantages, sample_idx, num_samples)
     return _sum_terms(values, weights, correction, stats)
 

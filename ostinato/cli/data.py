@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from ostinato.config import Recipe
+from ostinato.env.custom import SEEDS
 from ostinato.launch.graders import new_grader
 from ostinato.launch.inputs import environment, load_tools, longest_answer, of_tasks, overlong, prompts
 from ostinato.launch.models import facts_of, recipe_of
@@ -82,8 +83,9 @@ def _counts(
     """Lines on the numbers of rows: to train on, held out, too long."""
     sources = ", ".join(task.rows_from for task in recipe.task.by_name.values())
     columns = ", ".join(dict.fromkeys(name for row in rows[:100] for name in row.columns))
-    questions = {(row.text, str(row.messages)) for row in rows}
-    twice = f", {len(rows) - len(questions)} ask what another asks" if len(questions) < len(rows) else ""
+    fixed = [row for row in rows if recipe.task.by_name[row.task].source != SEEDS]  # games may begin alike
+    repeats = len(fixed) - len({(row.text, str(row.messages)) for row in fixed})
+    twice = f", {repeats} ask what another asks" if repeats else ""
     yield f"rows         {sources}: {len(rows)} to train on{twice}; columns for rewards: {columns or 'none'}"
     if held_out and {row.uid for row in held_out} & {row.uid for row in rows}:
         yield "held out     none: set task.params.holdout to a share of the rows, e.g. 0.1"

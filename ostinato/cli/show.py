@@ -55,16 +55,17 @@ def show(run: Path, step: int, *, prompts: int, answers: int, as_json: bool) -> 
 def _episodes(group: Mapping[str, Any], content: Mapping[str, Any]) -> Iterator[Episode]:
     """Yield the episodes of a group as JSON objects."""
     for answer in content["answers"]:
-        fields = {key: answer[key] for key in ("sample", "reward", "parts", "reason", "stop", "error")}
+        keys = ("sample", "reward", "advantage", "parts", "reason", "stop", "ended", "last_reply", "error")
         turns = [
-            {key: turn[key] for key in ("context", "text", "stop", "num_tokens")} for turn in answer["turns"]
+            {key: turn[key] for key in ("context", "text", "stop", "num_tokens", "tokens")}
+            for turn in answer["turns"]
         ]
         yield {
             "step": group["step"],
             "uid": group["uid"],
             "prompt": content["messages"],
             "turns": turns,
-            **fields,
+            **{key: answer[key] for key in keys},
         }
 
 
@@ -73,7 +74,8 @@ def _print_episode(episode: Episode) -> Iterator[str]:
     parts = "".join(f"  {name} {_number(value)}" for name, value in episode["parts"].items())
     reason = f" ({episode['reason']})" if episode["reason"] else ""
     yield f"{episode['uid']}, answer {episode['sample'] + 1}"
-    yield f"  reward {_number(episode['reward'])}{reason}{parts}"
+    advantage = "" if episode["advantage"] is None else f"  advantage {_number(episode['advantage'])}"
+    yield f"  reward {_number(episode['reward'])}{reason}{parts}{advantage}"
     for message in episode["prompt"]:
         yield from _print_block(message["role"] or "prompt", message["content"])
     for index, turn in enumerate(episode["turns"]):
@@ -81,7 +83,10 @@ def _print_episode(episode: Episode) -> Iterator[str]:
         if context and (index or episode["prompt"][-1]["content"] not in context):  # else it is the prompt
             yield from _print_block("context", context)
         yield from _print_block(f"answer, {turn['num_tokens']} tokens, {turn['stop']}", turn["text"])
-    yield f"  ends with {episode['stop']}" + (f": {episode['error']}" if episode["error"] else "")
+    if episode["last_reply"]:
+        yield from _print_block("last reply, which the policy did not read", episode["last_reply"])
+    ended = f", {episode['ended']} by the environment" if episode["ended"] else ""
+    yield f"  ends with {episode['stop']}{ended}" + (f": {episode['error']}" if episode["error"] else "")
 
 
 def _number(value: float | None) -> str:

@@ -84,6 +84,14 @@ class Recipe(Section):
     ablate: AblateSection = AblateSection()
     sft: SftSection = SftSection()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _choose_reward(cls, tree: Any) -> Any:
+        """An environment's reward is its own where no other is named."""
+        task, reward = tree.get("task"), tree.get("reward", {})
+        of_env = isinstance(task, Mapping) and task.get("env") and isinstance(reward, Mapping)
+        return {**tree, "reward": {"functions": ["env"], **reward}} if of_env else tree
+
     @model_validator(mode="after")
     def _check(self) -> Recipe:
         """Raises ValueError for keys of different sections that exclude each other."""
@@ -415,7 +423,7 @@ def _parse_value(text: str) -> Any:
 def merge(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
     """``recipe`` with ``changes`` on top: sections as mappings of keys, and keys outside of sections.
     Relative paths begin at the current folder. Raises ValueError as ``Recipe.load``."""
-    tree = recipe.model_dump(mode="json")
+    tree = recipe.model_dump(mode="json", exclude_unset=True)
     for key, value in resolve_paths(changes, Path()).items():
         section = tree.get(key)
         tree[key] = (

@@ -87,10 +87,15 @@ def sections() -> Iterator[tuple[str, str, list[Key]]]:
         new_fields = {name: field for name, field in section.model_fields.items() if name not in above}
         return title, text, _describe_keys(new_fields, described)
 
-    yield TOP, "", _describe_keys({n: f for n, f in fields.items() if not _is_section(f)}, comments["Recipe"])
-    for name, field in fields.items():
-        if _is_section(field):
-            yield table(f"[{name}]", typing.cast(type[Section], field.annotation))
+    tables = {
+        name: field.annotation
+        for name, field in fields.items()
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section)
+    }
+    yield TOP, "", _describe_keys({n: f for n, f in fields.items() if n not in tables}, comments["Recipe"])
+    for name in fields:
+        if name in tables:
+            yield table(f"[{name}]", tables[name])
         if name == "algo":
             yield "", ALGORITHM, [key for key in algorithm_keys() if key[0] not in AlgoSection.model_fields]
         if name == "task":
@@ -164,10 +169,6 @@ def _describe_keys(fields: Mapping[str, FieldInfo], comments: Mapping[str, str])
         ]
         keys.append((name, ", ".join([_describe_type(field.annotation), *limits]), default, comments[name]))
     return keys
-
-
-def _is_section(field: FieldInfo) -> bool:
-    return isinstance(field.annotation, type) and issubclass(field.annotation, Section)
 
 
 def _to_toml(value: Any) -> str:

@@ -97,7 +97,7 @@ class RewardSection(Section):
     it cannot, "strict" refuses to begin then, "off" is for rewards that need the network, a GPU or files.
     """
 
-    functions: Rewards = ("exact",)
+    functions: Rewards = ("exact",)  # with task.env: ["env"]
     weights: Floats = ()  # empty: 1 each
     solved_at: float | Literal["full"] = "full"  # the reward of a solved answer; full: all positive weights
     timeout_s: Annotated[float, Field(gt=0)] = 10.0  # per group and function

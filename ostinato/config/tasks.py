@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -39,6 +40,13 @@ class OneTask(Section):
     agent_port: Annotated[int, Field(ge=0, le=65535)] = 0  # 0: any that is free
     agent_address: str = ""  # http://name:port, where agents have another one than host and port
 
+    @model_validator(mode="before")
+    @classmethod
+    def _choose_source(cls, keys: Any) -> Any:
+        """An environment is given seeds where no other source is named."""
+        is_env = isinstance(keys, Mapping) and keys.get("env") and "source" not in keys
+        return {**keys, "source": "seeds"} if is_env else keys
+
     @property
     def rows_from(self) -> str:
         """What the prompts are named by: the source, or the taskset of an agent."""
@@ -61,16 +69,11 @@ class MixedTask(OneTask):
     weight: Annotated[float, Field(gt=0)] = 1.0
     rewards: Rewards = ()  # those of reward.functions that judge it; empty: all
 
-    @model_validator(mode="after")
-    def _check(self) -> MixedTask:
-        if not re.fullmatch(r"[A-Za-z0-9_.-]+", self.name):
-            raise ValueError(f"task.mix has the name {self.name!r}; use letters, digits, '.', '_' and '-'")
-        return self
-
 
 class TaskSection(OneTask):
     """``source``: "arithmetic", "gym:<name>", a .jsonl, .csv or .parquet file, a dataset folder, "hf:<name>",
-    or "seeds": numbers for ``env``. With tables ``[[task.mix]]`` these have the keys, but for ``seed``."""
+    or "seeds": numbers for ``env``, the default with one. With tables ``[[task.mix]]`` these have the keys,
+    but for ``seed``."""
 
     seed: Seed = 0
     mix: Annotated[tuple[MixedTask, ...], Field(strict=False)] = ()  # several tasks, as below
@@ -83,6 +86,8 @@ class TaskSection(OneTask):
     @model_validator(mode="after")
     def _check(self) -> TaskSection:
         names = [one.name for one in self.mix]
+        if bad := [name for name in names if not re.fullmatch(r"[A-Za-z0-9_.-]+", name)]:
+            raise ValueError(f"task.mix has the name {bad[0]!r}; use letters, digits, '.', '_' and '-'")
         if twice := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"task.mix has the name {twice[0]!r} twice; give each task its own")
         for key, field in OneTask.model_fields.items() if self.mix else ():

@@ -138,7 +138,8 @@ def _close(env: TextEnv) -> None:
 class EnvEpisode:
     """One episode on ``prompt`` in an environment made by ``make``: at most ``max_turns`` answers.
 
-    ``reward`` is the sum of the rewards so far. ``counters``: ``env/steps`` and those of ``Toolbox``.
+    ``reward`` is the sum of the rewards so far; ``ended`` and ``last_reply`` as in ``Trajectory``.
+    ``counters``: ``env/steps`` and those of ``Toolbox``.
     Episodes that share ``opening`` open one after another: an environment may seed the process's generators.
     """
 
@@ -153,7 +154,7 @@ class EnvEpisode:
         counters: Counter[str] | None = None,
         opening: asyncio.Lock | None = None,
     ) -> None:
-        self.reward = 0.0
+        self.reward, self.ended, self.last_reply = 0.0, "", ""
         self._renderer, self._turns_left = renderer, max_turns
         self._timeout_s, self._counters = timeout_s, Counter() if counters is None else counters
         self._prompt, self._make, self._open_lock = prompt, make, opening or asyncio.Lock()
@@ -194,7 +195,7 @@ class EnvEpisode:
         if completion.stop not in (Stop.EOS, Stop.STRING):
             return None
         replies = await self._tools.replies(completion.text)
-        is_over, new_chat = False, list[Message]()
+        new_chat = list[Message]()
         if not replies:
             assert self._env is not None
             self._counters["env/steps"] += 1
@@ -202,11 +203,13 @@ class EnvEpisode:
             if completion.stop is Stop.STRING:  # the stop string is part of the action
                 action = self._renderer.decode(completion.tokens)
             result = await self._call("step", partial(self._env.step, action))
-            reply, reward, is_over = _read_step(result)
+            reply, reward, self.ended = _read_step(result)
             self.reward += reward
             new_chat = [] if isinstance(reply, str) else reply
             replies = [{"role": "user", "content": reply}]
-        if is_over or not self._turns_left:
+        self.ended = self.ended or ("" if self._turns_left else "max_turns")
+        if self.ended:
+            self.last_reply = "\n".join(str(message["content"]) for message in new_chat or replies)
             return None
         if new_chat:
             self._messages = new_chat
@@ -226,8 +229,8 @@ class EnvEpisode:
             result = await self._call("step", partial(self._env.step, action))
         except Exception as error:  # a user's code
             return f"raised {type(error).__name__}: {error}, on a first answer"
-        *_, is_over = _read_step(result)
-        is_cut = self._turns_left == 1 and not is_over
+        *_, ended = _read_step(result)
+        is_cut = self._turns_left == 1 and not ended
         return "goes on after a first answer, and task.max_turns is 1, so it never replies" if is_cut else ""
 
     async def close(self) -> None:
@@ -237,16 +240,17 @@ class EnvEpisode:
             await self._call("close", partial(_close, env))
 
 
-def _read_step(result: Any) -> tuple[str | list[Message], float, bool]:
-    """Return (reply, reward, whether the episode is over) from the result of ``step``. Raises TypeError or
-    ValueError for a result of another form."""
+def _read_step(result: Any) -> tuple[str | list[Message], float, str]:
+    """Return (reply, reward, how the episode has ended or "") from the result of ``step``. Raises TypeError
+    or ValueError for a result of another form."""
     if not isinstance(result, tuple | list) or len(result) < 4:
         raise TypeError(f"step() gives {result!r:.80}; return (reply, reward, terminated, truncated, info)")
     reply, reward, terminated, truncated, *_ = result
     is_chat = isinstance(reply, list | tuple)
     for text in [message["content"] for message in reply] if is_chat else [reply]:
         _check_text(text, "step")
-    return list(reply) if is_chat else reply, _as_number(reward), bool(terminated or truncated)
+    ended = "terminated" if terminated else "truncated" if truncated else ""
+    return list(reply) if is_chat else reply, _as_number(reward), ended
 
 
 def _as_number(reward: Any) -> float:

@@ -224,6 +224,10 @@ def caveats(recipe: Recipe, chosen: Algorithm, *, moe: bool = True) -> Iterator[
             "that were kept, which are recorded with each (sampling/support_mean, sampling/support_bytes)"
         )
     yield from several_full_marks(recipe.reward)
+    for name, task in recipe.task.by_name.items():
+        functions = recipe.judges(name).functions
+        if task.env and "env" not in functions and all(function in BUILT_IN for function in functions):
+            yield f'reward.functions {list(functions)} leave out "env", the rewards of task.env {task.env}'
     yield from _explain_weights(recipe)
     if recipe.engine.backend == "vllm":
         yield from notes(recipe)

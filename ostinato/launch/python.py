@@ -33,7 +33,7 @@ def recipe_with(
     """
     if isinstance(recipe, Recipe) and overrides:
         raise ValueError(f"overrides {overrides} need a recipe file; give them to Recipe.load instead")
-    if recipe is None and data is None and not any(key.startswith("task") for key in (*overrides, *sections)):
+    if recipe is data is env is None and not any(key.startswith("task") for key in (*overrides, *sections)):
         raise ValueError(
             'data is not given; give rows, a file of them, or the name of a source: "arithmetic"'
         )

@@ -231,8 +231,9 @@ def _answer(row: Row, pieces: Pieces | None) -> dict[str, Any]:
     for turn in row.get("turns") or ():
         turns.append(_turn(turn, pieces, num_left))
         num_left = max(0, num_left - len(turn["tokens"]))
-    fields = ("sample", "seed", "stop", "error", "reward", "reason", "parts", "extra")
-    return {**{key: row.get(key) for key in fields}, "turns": turns}
+    fields = ("sample", "seed", "stop", "ended", "error", "reward", "advantage", "reason", "parts", "extra")
+    last_reply = _clip(row.get("last_reply") or "")
+    return {**{key: row.get(key) for key in fields}, "last_reply": last_reply, "turns": turns}
 
 
 def _turn(turn: Mapping[str, Any], pieces: Pieces | None, most: int) -> dict[str, Any]:

@@ -35,6 +35,7 @@ NO_ADVANTAGE = 1e-9  # an advantage below this is the rounding error of a mean o
 class Credit:
     """The samples to train on, and counts of groups and tokens that are not trained on."""
 
+    advantages: list[np.ndarray]  # [G] for each group, one number an answer; NaN: not trained on
     samples: list[Sample]
     weights: list[np.ndarray]  # per token, of the whole step
     dropped_groups: Counter[str]
@@ -79,19 +80,20 @@ def assign(
         )
     values = [algorithm.reward_coef * value for value in group_advantages]
     waste: Counter[str] = Counter()
-    new_samples: list[Sample] = []
+    trained, new_samples = list[np.ndarray](), list[Sample]()
     for index, (group, drop, reward, value) in enumerate(zip(groups, drops, rewards, values, strict=True)):
         if drop is None and zero_variance(reward):
             drop = drops[index] = Drop.ZERO_VARIANCE if algorithm.drop_zero_variance else None
         reasons = [_find_waste_reason(t, drop, algorithm) for t in group.trajectories]
         for trajectory, reason in zip(group.trajectories, reasons, strict=True):
             waste[reason] += sampled_tokens(trajectory) if reason else 0
-        is_kept = np.array([not reason for reason in reasons])
-        new_samples += samples(group, index, np.where(is_kept, value, np.nan))
+        trained.append(np.where([not reason for reason in reasons], value, np.nan))
+        new_samples += samples(group, index, trained[-1])
     new_samples = _keep_routed(new_samples, waste)
     weights = aggregation_weights(new_samples, algorithm.aggregation, max_tokens=answer_tokens)
     pairs = _keep_with_gradient(list(zip(new_samples, weights, strict=True)), algorithm, waste)
     return Credit(
+        advantages=trained,
         samples=[sample for sample, _ in pairs],
         weights=[weight for _, weight in pairs],
         dropped_groups=Counter(str(drop) for drop in drops if drop),

@@ -212,7 +212,8 @@ class StepRecorder:
         every = self.plan.recipe.log.trajectories_every
         is_last = ended or step == self.plan.recipe.trainer.steps or finish is not None
         if every and (step == 1 or is_last or step % every == 0):
-            self.folder.trajectories.append(*(line for group in groups for line in group_rows(group)))
+            graded = zip(groups, learned.credit.advantages, strict=True)
+            self.folder.trajectories.append(*(line for pair in graded for line in group_rows(*pair)))
         if report is not None and report.mismatch is not None:
             self.folder.mismatch.append({"step": step, **report.mismatch})
         if report is not None and report.note:

@@ -116,6 +116,8 @@ def _make_trajectory_row(trajectory: Trajectory) -> dict[str, Any]:
         "stop": trajectory.stop,
         "seed": trajectory.seed,
         "env_reward": trajectory.env_reward,
+        "ended": trajectory.ended,
+        "last_reply": trajectory.last_reply,
         "reward": None
         if reward is None
         else {name: value for name, value in asdict(reward).items() if value or name not in SELDOM},
@@ -130,6 +132,8 @@ def _parse_trajectory(row: Mapping[str, Any]) -> Trajectory:
         seed=tuple(row["seed"]),
         reward=None if row["reward"] is None else Reward(**row["reward"]),
         env_reward=row.get("env_reward"),
+        ended=row.get("ended", ""),
+        last_reply=row.get("last_reply", ""),
         error=row["error"],
     )
 

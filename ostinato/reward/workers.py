@@ -503,7 +503,8 @@ def _explain_refusal(name: str, fault: str, detail: str, timeout_s: float) -> st
                     "environment of task.env returns as its reward (env), or give the argument a default"
                 )
             is_missing = "missing a required" in detail
-            fix = "add the column to the rows or choose another reward" if is_missing else "give it **columns"
+            other = 'add the column to the rows or choose another reward ("env": that of task.env)'
+            fix = other if is_missing else "give it **columns"
             fix += " (it gets completions and the row's columns by their names)" if is_missing else ""
             fix = (
                 f"name it in task.params.answer_column, {fix}" if is_missing and "'answer'" in detail else fix

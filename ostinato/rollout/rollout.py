@@ -257,6 +257,8 @@ class _Episode:
             stop=self._stop,
             seed=self._seed,
             env_reward=getattr(self._env, "reward", None),
+            ended=getattr(self._env, "ended", ""),
+            last_reply=getattr(self._env, "last_reply", ""),
             error=self._error,
         )
 

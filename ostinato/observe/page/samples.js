@@ -65,9 +65,11 @@ const Samples = (() => {
     const verdict = make("p", "verdict",
       make("b", "", answer.reward === null ? "no verdict" : `reward ${number(answer.reward)}`),
       parts.length ? make("span", "", parts.join(" · ")) : null,
+      typeof answer.advantage === "number" ? make("span", "", `advantage ${number(answer.advantage)}`) : null,
       ...extra.map((text) => make("span", "", text)),
       make("span", "", `${size(answer)} tokens`),
       make("span", "", answer.stop === "length" ? "truncated" : `stop: ${answer.stop}`),
+      answer.ended ? make("span", "", `environment: ${answer.ended}`) : null,
       make("span", "", `mean log p ${number(mean(logprobs(answer)), 2)}`),
       make("span", "", spread),
       make("span", "", `sample ${answer.sample}`),
@@ -83,6 +85,7 @@ const Samples = (() => {
       const hidden = turn.num_tokens - turn.tokens.length;
       if (hidden) box.append(make("p", "role", `${hidden} more tokens are in the run folder`));
     });
+    if (answer.last_reply) box.append(make("div", "reply", make("p", "role", "last reply of the environment, not read"), make("pre", "", answer.last_reply)));
     if (!answer.turns.length) box.append(make("p", "role", "nothing was sampled"));
     return box;
   }

@@ -30,7 +30,8 @@ def trajectory(*texts: str, reward: Reward) -> Trajectory:
         )
         for text in texts
     )
-    return Trajectory(turns=turns, seed=(0,), stop=Stop.LENGTH, reward=reward)
+    ended = {"ended": "terminated", "last_reply": "you win"} if reward.value else {}
+    return Trajectory(turns=turns, seed=(0,), stop=Stop.LENGTH, reward=reward, **ended)
 
 
 @pytest.fixture
@@ -42,9 +43,8 @@ def run(tmp_path: Path) -> Path:
     for step in (1, 10):
         for uid in ("p", "q", "r"):
             prompt = Prompt(uid=uid, messages=({"role": "user", "content": f"2+2?{ESCAPE}"},))
-            folder.trajectories.append(
-                *group_rows(Group(prompt=prompt, trajectories=(right, wrong), step=step))
-            )
+            group = Group(prompt=prompt, trajectories=(right, wrong), step=step)
+            folder.trajectories.append(*group_rows(group, np.array([0.75, np.nan])))
     return folder.path
 
 
@@ -56,8 +56,9 @@ def test_episodes_are_shown_whole_and_bounded(run: Path, capsys: pytest.CaptureF
     assert out.startswith("step 10: 3 prompts, 6 episodes")
     assert [out.count(f"\n{uid}, answer") for uid in "pqr"] == [2, 2, 0]
     for words in (
-        "reward 1.5  exact 1  short 0.5",
-        "reward none (timeout)",
+        "reward 1.5  exact 1  short 0.5  advantage 0.75\n",
+        "reward none (timeout)  exact none\n",
+        "you win\n  ends with length, terminated by the environment\n",
         "let me see",
     ):
         assert out.count(words) == 2
@@ -73,6 +74,9 @@ def test_json_has_the_texts_as_they_are(run: Path, capsys: pytest.CaptureFixture
         1.5,
         {"exact": 1, "short": 0.5},
     )
+    assert (first["advantage"], first["ended"], first["last_reply"]) == (0.75, "terminated", "you win")
+    assert second["advantage"] is None and second["ended"] == ""
+    assert [turn["tokens"] for turn in first["turns"]] == [[3, 4]]
     assert [turn["text"] for turn in second["turns"]] == ["let me see", f"5{ESCAPE}"]
     assert second["prompt"] == [{"role": "user", "content": f"2+2?{ESCAPE}"}]
 

@@ -392,7 +392,10 @@ def test_a_game_keeps_its_state_over_turns() -> None:
     heard = heard_of(episode, f"#### {secret - 1}", "no idea", f"{secret + 1}?", f"it is {secret}")
     assert heard[0].endswith("Guess a number from 1 to 10.\nassistant\n".replace("\n", heard[0][-1]))
     assert ["higher" in heard[1], "no number" in heard[2], "lower" in heard[3]] == [True] * 3
-    assert episode.reward == 1.0 and len(heard) == 4
+    assert episode.reward == 1.0 and len(heard) == 4 and episode.ended == "terminated" and episode.last_reply
+    cut = EnvEpisode(prompt, RENDERER, GuessNumber, 1)
+    heard_of(cut, f"#### {secret - 1}")
+    assert cut.ended == "max_turns" and "higher" in cut.last_reply
 
 
 def test_seeds_of_the_splits_differ_and_give_the_same_rows_again() -> None:

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from ostinato import learn
+from ostinato.config import Recipe
+from ostinato.launch.checks import caveats, check
 from ostinato.pipeline.failed import Failures, RewardFails
 from ostinato.run import RunFolder
 from ostinato.types import Reward, Stop
@@ -45,6 +47,13 @@ class Raises(Talks):
 
 class NeedsMore(Talks):
     def __init__(self, size: int) -> None: ...
+
+
+class Hidden(Talks):
+    """An environment with prompts of its own."""
+
+    def reset(self, *, seed: int, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        return f"guess {seed}", {}
 
 
 class NoStep:
@@ -125,6 +134,10 @@ def infinite(new: Any, old: Any, advantages: Any, *, sample_idx: Any, num_sample
         ({"env": NoStep, "reward": "env"}, "has no method step()"),
         ({"env": NoTool, "reward": "env"}, "no attribute 'prize'"),
         ({"env": TalksBadly, "reward": "env"}, "step() gives 'go on'"),
+        (
+            {"env": Talks, "reward": "exact", "data": [{"prompt": f"{n}?"} for n in range(20)]},
+            '("env": that of task.env)',
+        ),
         ({"env": PaysInWords, "reward": "env"}, "the reward '1', a str"),
         # losses, and the rest of them in tests/unit/algo/test_own_loss.py
         ({"loss": 3}, "loss is 3"),
@@ -136,6 +149,7 @@ def test_it_is_refused_before_work(tmp_path: Path, given: dict[str, Any], words:
     with pytest.raises(ValueError) as refused:
         learn(**{**SMALL, "data": ROWS, "log": {"dir": str(tmp_path / "runs")}, **given})
     assert words in str(refused.value)
+    assert "no running event loop" not in str(refused.value.__context__), "During handling of the above"
     assert not list((tmp_path / "runs").glob("learn-*")), "a run was begun"
 
 
@@ -188,6 +202,19 @@ def test_an_environment_whose_replies_nobody_reads_is_named(
 
     learn(**SMALL, data=ROWS, env=GoesOn, reward="env", log={"dir": str(tmp_path)})
     assert "task.max_turns is 1" in caplog.text
+
+
+def test_an_environment_is_trained_on_its_own_seeds_and_rewards(tmp_path: Path) -> None:
+    """``learn(env=Hidden)`` kept the reward exact, which asked for an answer column; with reward="env" it was
+    trained on arithmetic, in silence."""
+    made = learn(**{**SMALL, "task": {"n_train": 4}}, env=Hidden, log={"dir": str(tmp_path)})
+    recipe = Recipe.load(made.folder / "recipe.toml")
+    assert recipe.reward.functions == ("env",) and recipe.task.source == "seeds"
+    task = {"env": "shop.py:Shop", "source": "arithmetic"}
+    asked = Recipe.parse({"task": task, "reward": {"functions": ["exact"]}})
+    assert asked.reward.functions == ("exact",) and asked.task.source == "arithmetic"
+    assert 'leave out "env"' in "".join(caveats(asked, check(asked)))
+    assert Recipe.parse({"task": task, "reward": {"workers": 2}}).reward.functions == ("env",)
 
 
 def test_an_environment_may_have_rows_of_plain_text(tmp_path: Path) -> None:

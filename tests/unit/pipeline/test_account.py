@@ -71,7 +71,9 @@ def batch(rows: int, trained: int) -> Batch:
 
 
 def credit(**wasted: int) -> Credit:
-    return Credit(samples=[], weights=[], dropped_groups=Counter(), wasted_tokens=Counter(wasted))
+    return Credit(
+        advantages=[], samples=[], weights=[], dropped_groups=Counter(), wasted_tokens=Counter(wasted)
+    )
 
 
 def report(**metrics: float) -> StepReport:
