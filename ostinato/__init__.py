@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["Outcome", "Recipe", "__version__", "learn", "resume"]
+__dir__ = __all__.copy  # names that are not imported yet, too
 
 _HOMES = {
     "Recipe": "ostinato.config",

@@ -7,6 +7,7 @@ function has no such name: it is written by value (cloudpickle) to ``FOLDER/NAME
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -95,12 +96,18 @@ def load_named(spec: str, what: str, nearest: str) -> Callable[..., Any]:
     if location.endswith(".py"):
         module = _load_file(Path(location), f"{what} {spec!r}")
     elif importlib.util.find_spec(location.partition(".")[0]) is None:
-        raise ValueError(f"{what} {spec!r}: there is no module {location!r}; check the name")
+        is_file = Path(f"{location}.py").is_file()
+        fix = f"write {location}.py:{name}" if is_file else "check the name"
+        raise ValueError(f"{what} {spec!r}: there is no module {location!r}; {fix}")
     else:
         module = importlib.import_module(location)
     value = getattr(module, name, None)
     if not callable(value):
-        raise ValueError(f"{what} {spec!r}: {location} has no function {name!r}; define it there")
+        near = difflib.get_close_matches(
+            name, [key for key in vars(module) if callable(vars(module)[key])], n=1
+        )
+        fix = f"did you mean {near[0]}?" if near else "define it there"
+        raise ValueError(f"{what} {spec!r}: {location} has no {name!r}; {fix}")
     return value
 
 

@@ -6,9 +6,12 @@ recipe, and the one in a run folder, has absolute names.
 
 from __future__ import annotations
 
+import ast
+import io
 import os
 import re
 import shlex
+import tokenize
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
@@ -19,6 +22,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ostinato.inputs import has_surrogate
 from ostinato.objects import PICKLE
+
+ALGO = Path(__file__).parent.parent / "algo"  # read as text: importing it loads torch
 
 
 class PathKind(StrEnum):
@@ -183,3 +188,21 @@ def check_files(recipe: Any) -> None:
         return text
 
     map_paths(recipe.model_dump(mode="json"), type(recipe), look)
+
+
+def comments_of(source: str) -> dict[str, dict[str, str]]:
+    """{class: {field: comment at the end of its line}} of Python source."""
+    lines = {
+        token.start[0]: token.string.removeprefix("#").strip()
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type == tokenize.COMMENT
+    }
+    return {
+        node.name: {
+            item.target.id: lines.get(item.end_lineno or 0, "")
+            for item in node.body
+            if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+        }
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.ClassDef)
+    }

@@ -14,7 +14,7 @@ from pydantic import ValidationError, model_validator
 from tomli_w import dumps
 
 from ostinato.config.explain import explain
-from ostinato.config.fields import PathKind, Seed, make_absolute, map_paths
+from ostinato.config.fields import ALGO, PathKind, Seed, comments_of, make_absolute, map_paths
 from ostinato.config.sections import (
     AblateSection,
     AdapterSection,
@@ -40,6 +40,7 @@ from ostinato.config.sections import (
 )
 from ostinato.config.tasks import VERIFIERS, MixedTask, OneTask, TaskSection
 from ostinato.inputs import has_surrogate, parse_toml
+from ostinato.other_names import key_hint
 
 # Removed keys, with the value that every run has now.
 FORMER = {
@@ -97,6 +98,14 @@ class Recipe(Section):
         """Raises ValueError for keys of different sections that exclude each other."""
         if not self.name.isprintable() or Path(self.name).name != self.name or self.name == "..":
             raise ValueError(f"name is {self.name!r}, which is no name for the folder of a run; use a word")
+        if given := [key for key in self.algo.model_extra or {} if not key.startswith("epsilon")]:
+            known = comments_of((ALGO / "algorithms.py").read_text(encoding="utf-8"))["Algorithm"]
+            known.pop("overridden")
+            if unknown := [key for key in given if key not in known]:
+                near = difflib.get_close_matches(unknown[0], known, n=1)
+                fix = f"did you mean {near[0]!r}? " if near else ""
+                fix = key_hint(unknown[0]) or f"{fix}known: {', '.join(known)}"
+                raise ValueError(f"algo.{unknown[0]} is not a key; {fix}")
         if self.trainer.minibatches > (prompts := self.rollout.prompts_per_step):
             raise ValueError(
                 f"trainer.minibatches is {self.trainer.minibatches} with rollout.prompts_per_step {prompts}, "

@@ -7,8 +7,6 @@ those of ``algo.algorithms.Algorithm``, which is read as text, so that torch is 
 from __future__ import annotations
 
 import ast
-import io
-import tokenize
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -19,11 +17,11 @@ from typing import Any, Literal
 
 from pydantic.fields import FieldInfo
 
+from ostinato.config.fields import ALGO, comments_of
 from ostinato.config.recipe import Recipe
 from ostinato.config.sections import AlgoSection, DownstreamSection, Section
 from ostinato.config.tasks import MixedTask, OneTask
 
-ALGO = Path(__file__).parent.parent / "algo"
 HEAD = """# All recipe keys
 
 This page is generated: `python -m ostinato.config.reference > docs/recipe.md`. A recipe is a TOML file; each
@@ -102,24 +100,6 @@ def sections() -> Iterator[tuple[str, str, list[Key]]]:
             yield table("[[task.mix]]", MixedTask, OneTask.model_fields)
         if name == "eval":
             yield table("[eval.downstream.NAME]", DownstreamSection)
-
-
-def comments_of(source: str) -> dict[str, dict[str, str]]:
-    """{class: {field: comment at the end of its line}} of Python source."""
-    lines = {
-        token.start[0]: token.string.removeprefix("#").strip()
-        for token in tokenize.generate_tokens(io.StringIO(source).readline)
-        if token.type == tokenize.COMMENT
-    }
-    return {
-        node.name: {
-            item.target.id: lines.get(item.end_lineno or 0, "")
-            for item in node.body
-            if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
-        }
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.ClassDef)
-    }
 
 
 def algorithm_keys() -> Iterator[Key]:

@@ -458,7 +458,7 @@ class LogSection(Section):
 
     dir: str = "runs"
     writers: Annotated[tuple[Literal["tensorboard", "trackio", "wandb"], ...], Field(strict=False)] = ()
-    trajectories_every: Count = 10  # steps; 0: never
+    trajectories_every: Count = 10  # steps, beside the first and the last; 0: never
     mismatch_every: Count = 25  # steps between measurements of sampler against trainer; 0: never
 
 

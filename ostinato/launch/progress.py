@@ -82,7 +82,8 @@ class Monitor:
         eta = remaining(time.perf_counter() - self._start, share - self._first_share, 1 - share)
         by_steps = share == int(row["step"]) / self._total
         progress_text = f"/{self._total}" if by_steps else f" ({share:.0%} of what it may spend)"
-        parts = step_parts(row, progress_text, "  ".join(self._scores.values()), eta)
+        held_out = "" if self._live is None else "  ".join(self._scores.values())  # lines above have said it
+        parts = step_parts(row, progress_text, held_out, eta)
         if not self._show_text("\n".join(parts), completed=share):
             self.say("  ".join(parts))
         return self.callback(row) if self.callback is not None else None
@@ -151,12 +152,10 @@ def per_pass(row: Row) -> str:
     return f"{_number(row, name, '.2f')} tok/pass" if name in row else ""
 
 
-def shares(row: Row, names: Sequence[str] = ("rollout", "reward", "train")) -> str:
-    """Shares of the step's time, as "rollout 61% reward 2% train 35%"."""
-    time_shares = [(name, row.get(f"time/{name}_share")) for name in names]
-    return " ".join(
-        f"{name} {share:.0%}" for name, share in time_shares if share is not None and math.isfinite(share)
-    )
+def shares(row: Row, names: Sequence[str] = ("rollout", "reward", "train", "measure", "other")) -> str:
+    """Shares of the step's time, as "rollout 61% reward 2% train 35% other 2%"; those of 0 % are left out."""
+    time_shares = ((name, row.get(f"time/{name}_share") or 0.0) for name in names)
+    return " ".join(f"{name} {share:.0%}" for name, share in time_shares if 0.005 <= share < math.inf)
 
 
 def remaining(elapsed_s: float, done: float, left: float) -> str:

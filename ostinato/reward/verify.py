@@ -430,7 +430,8 @@ def resolve(spec: str) -> RewardFunction:
     elif source.endswith(".py"):
         function = getattr(_import_file(Path(source), spec), name, None)
     else:
-        module = _import(source, f"reward {spec!r}: there is no module {source!r}; check the name")
+        fix = f"write {source}.py:{name}" if Path(f"{source}.py").is_file() else "check the name"
+        module = _import(source, f"reward {spec!r}: there is no module {source!r}; {fix}")
         function = getattr(module, name, None)
     if not callable(function):
         raise ValueError(f"reward {spec!r}: {source} has no function {name!r}; define it there")

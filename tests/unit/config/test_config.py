@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from ostinato.algo.algorithms import Algorithm, algorithm
 from ostinato.apps.scaling.arms.jobs import plan
 from ostinato.config import Recipe, dump_toml, find_recipe, override
-from ostinato.config.reference import algorithm_keys, comments_of, reference
+from ostinato.config.fields import comments_of
+from ostinato.config.reference import algorithm_keys, reference
 from ostinato.other_names import OTHER_NAMES
 
 
@@ -99,6 +100,7 @@ TWO_MARKS = "reward.functions=['exact', 'numeric']; task.mix=[{name='a', rewards
     ("overrides", "sentence"),
     [
         # keys and types
+        ("algo.clip_hi=3", "algo.clip_hi is not a key; did you mean 'clip_high'?"),
         ("trainer.stesp=3", "trainer.stesp is not a key of a recipe; did you mean trainer.steps?"),
         ("name=../../x", "name is '../../x', which is no name for the folder of a run"),
         ("trainer.group_size=3", "trainer.group_size is not a key of a recipe; did you mean rollout.gr"),

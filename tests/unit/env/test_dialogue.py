@@ -324,7 +324,7 @@ def test_tools_by_name(tmp_path: Any) -> None:
         ("calculater", "use 'calculator'"),
         ("no.py:f", "there is no file no.py"),
         ("no_module:f", "there is no module 'no_module'"),
-        ("json:nothing", "has no function 'nothing'"),
+        ("json:nothing", "json has no 'nothing'; define it"),
     ]:
         with pytest.raises(ValueError, match=sentence):
             resolve_tools([spec])
@@ -569,7 +569,7 @@ def test_what_a_step_returns_wrongly_is_named(returned: Any, sentence: str) -> N
     [
         ("GuessNumber", {}, "is unknown; use 'ostinato.env.games:GuessNumber'"),
         ("nowhere.py:Game", {}, "there is no file nowhere.py"),
-        ("ostinato.env.games:Guess", {}, "has no function 'Guess'"),
+        ("ostinato.env.games:Guess", {}, "has no 'Guess'; did you mean GuessNumber?"),
         ("ostinato.env.games:GuessNumber", {"low": 9, "high": 1}, "low is 9, high 1"),
         ("ostinato.env.games:GuessNumber", {"most": 1}, "unexpected keyword argument 'most'"),
         ("ostinato.env.tools:calculator", {"expression": "1"}, "has no method reset()"),
@@ -592,6 +592,17 @@ def test_a_wrong_class_is_named_before_any_work(spec: str, params: dict[str, Any
 def test_keys_of_an_environment_need_one(override: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         Recipe.load("quickstart", override)
+
+
+def test_a_file_that_is_named_as_a_module_is_named_as_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hidden_game.py").write_text("class Hidden: ...\n")
+    with pytest.raises(ValueError, match=r"no module 'hidden_game'; write hidden_game.py:Hidden"):
+        load_named("hidden_game:Hidden", "task.env", nearest="")
+    with pytest.raises(ValueError, match=r"has no 'Hiden'; did you mean Hidden\?"):
+        load_named("hidden_game.py:Hiden", "task.env", nearest="")
 
 
 def test_a_file_may_have_dataclasses(tmp_path: Path) -> None:
