@@ -210,6 +210,8 @@ def test_an_environment_is_trained_on_its_own_seeds_and_rewards(tmp_path: Path) 
     made = learn(**{**SMALL, "task": {"n_train": 4}}, env=Hidden, log={"dir": str(tmp_path)})
     recipe = Recipe.load(made.folder / "recipe.toml")
     assert recipe.reward.functions == ("env",) and recipe.task.source == "seeds"
+    rows = list(RunFolder.open(made.folder).trajectories.rows())
+    assert [type(row["advantage"]) for row in rows] == [float] * 4
     task = {"env": "shop.py:Shop", "source": "arithmetic"}
     asked = Recipe.parse({"task": task, "reward": {"functions": ["exact"]}})
     assert asked.reward.functions == ("exact",) and asked.task.source == "arithmetic"

@@ -46,6 +46,11 @@ def test_advantages_reach_the_tokens() -> None:
     assert [sample.advantages.tolist() for sample in made.samples] == [[0, 0, 0.5, 0.5], [0, 0] + [-0.5] * 4]
     assert [weight.tolist() for weight in made.weights] == [[0, 0, 0.05, 0.05], [0, 0] + [0.05] * 4]
     assert not made.wasted_tokens and not made.dropped_groups
+    assert [numbers.tolist() for numbers in made.advantages] == [[0.5, -0.5]]
+    masked = credit(
+        [group(member(1, 1), member(0, 2), member(0, 3, Stop.LENGTH))], "grpo", mask_truncated=True
+    )
+    assert np.isnan(masked.advantages[0]).tolist() == [False, False, True]
 
 
 def test_the_names_of_the_waste() -> None:
