@@ -99,7 +99,7 @@ def _set_late(choice: Threads, *, spins: bool) -> Threads:
     """Set the number of threads of the imported torch; of those that spin, no more than there are idle cores,
     as threads that wait for a core take ten times as long."""
     torch, measured = sys.modules["torch"], choice.source in ("cache", "measured")
-    if measured:  # never more than the user has given torch
+    if choice.source != "given":  # never more than the user has given torch
         choice = replace(choice, count=min(choice.count, torch.get_num_threads()))
     if spins and measured and choice.policy == "passive":
         idle = round(logical_cores() * (1 - busy_share()))

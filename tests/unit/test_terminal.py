@@ -213,3 +213,23 @@ def test_the_live_line_says_what_is_done_before_the_first_step() -> None:
     before, after = out.getvalue().split("held-out pass@1", 1)
     assert "scoring 256 held-out prompts" in before and "sampling the first step" not in before
     assert "scoring 256" not in after.rpartition("━")[2]
+
+
+@pytest.mark.parametrize(("quiet", "said"), [(False, "model.dtype auto: float32\n"), (True, "")])
+def test_learn_says_what_the_command_says(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    quiet: bool,
+    said: str,
+) -> None:
+    """The choice of a dtype was a line of ``ostinato train`` alone."""
+
+    def log(*_: object, **settings: object) -> None:
+        logging.getLogger("ostinato.launch.machine").info("model.dtype auto: float32")
+
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # as in a script
+    monkeypatch.setattr(logging.getLogger("ostinato"), "level", logging.NOTSET)
+    monkeypatch.setattr(session, "_session", log)
+    session._train(Recipe(), tmp_path / "run", Screen(quiet=quiet), workers="", on_step=None)
+    assert capsys.readouterr().out == said
