@@ -30,8 +30,10 @@ def trajectory(*texts: str, reward: Reward) -> Trajectory:
         )
         for text in texts
     )
-    ended = {"ended": "terminated", "last_reply": "you win"} if reward.value else {}
-    return Trajectory(turns=turns, seed=(0,), stop=Stop.LENGTH, reward=reward, **ended)
+    ended, last_reply = ("terminated", "you win") if reward.value else ("", "")
+    return Trajectory(
+        turns=turns, seed=(0,), stop=Stop.LENGTH, reward=reward, ended=ended, last_reply=last_reply
+    )
 
 
 @pytest.fixture
