@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ostinato.reward.answers import marked_answer
-from ostinato.reward.worker import Fault, Verdict
+from ostinato.reward.worker import Fault
 from ostinato.types import Prompt
 
 ROWS = 8  # tried rows of each task and set
@@ -35,11 +35,7 @@ class OwnVerdict:
     value: float | None
     fault: str = ""
     detail: str = ""
-
-    @classmethod
-    def of(cls, prompt: Prompt, answer: str, verdict: Verdict) -> OwnVerdict:
-        value, fault, detail = verdict
-        return cls(row=prompt.where, answer=answer, value=value, fault=fault, detail=detail)
+    is_chat: bool = False  # the function was given the answer as a list of messages
 
 
 def own_answer(prompt: Prompt, function: str = "") -> str | None:
@@ -108,6 +104,8 @@ def _make_warning(function: str, name: str, own_verdicts: Sequence[OwnVerdict]) 
         error.add_note("\n".join(lines))
         raise error
     hint = "" if is_comparing else "; that is as it should be where it judges the form of an answer only"
+    if hint and first_verdict.is_chat:
+        hint += ". A completion is a list of messages here: its text is completion[-1]['content']"
     return "\n".join([f"reward {name} gives {value:g} to {subject}, where full marks are 1{hint}", *lines])
 
 

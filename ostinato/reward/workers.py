@@ -336,9 +336,8 @@ class WorkerGrader:
                 if (answer := own_answer(prompt, function)) is None:
                     continue
                 ((value, fault, detail),) = self._try_call(function, prompt, [answer], encode).verdicts
-                verdicts.append(
-                    OwnVerdict(row=prompt.where, answer=answer, value=value, fault=fault, detail=detail)
-                )
+                verdict = OwnVerdict(row=prompt.where, answer=answer, value=value, fault=fault, detail=detail)
+                verdicts.append(replace(verdict, is_chat=prompt.messages is not None))
                 if time.monotonic() > end:
                     break
             yield function, name, verdicts

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from ostinato.env.rows import to_chat
 from ostinato.reward.own_answers import COMPARING, OTHERS, OwnVerdict, own_answer, spread, warnings_of
 from ostinato.reward.verify import BUILT_IN
 from ostinato.reward.workers import WorkerGrader
@@ -24,6 +25,9 @@ def short(completions, **columns):
 
 def of_numbers(completions, **columns):
     return [float(text.isdigit()) for text in completions]
+
+def within(completions, answer, **columns):
+    return [float(one in text) for text, one in zip(completions, answer)]
 
 def not_seen(completions, prompts, **columns):
     raise RuntimeError("an answer that another could be")
@@ -101,6 +105,15 @@ def test_a_function_of_a_users_own_is_warned_of_and_never_refused(mine: str) -> 
     assert tried(f"{mine}:right", "4", "5") == tried(f"{mine}:short", "4", "55") == []
     (all_of_them,) = tried(f"{mine}:tags", "4", "5")
     assert "row 1 of f (2 of 2 rows tried)" in all_of_them
+
+
+def test_a_function_that_looks_for_text_in_messages_is_told_what_a_completion_is(mine: str) -> None:
+    """``gold in completion`` of a list of messages is False for ever: a guide's own example learned nothing."""
+    prompts = [to_chat(prompt) for prompt in rows("4", "5")]
+    with WorkerGrader([f"{mine}:within"]) as grader:
+        (warning,) = warnings_of(grader.own_verdicts(spread(prompts), lambda text: [1]))
+    assert "A completion is a list of messages here" in warning.partition("\n")[0]
+    assert tried(f"{mine}:within", "4", "5") == []
 
 
 def test_of_a_users_function_the_rows_that_get_nothing_are_listed(mine: str) -> None:
