@@ -39,14 +39,18 @@ CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0", "LRU_CACHE_CAPACITY": "1"}
 
 
 def record_start(
-    run: RunFolder, device: str = "", algorithm: Mapping[str, Any] | None = None, train_prompts: int = 0
+    run: RunFolder,
+    device: str = "",
+    algorithm: Mapping[str, Any] | None = None,
+    train_prompts: int = 0,
+    chats: bool = False,
 ) -> None:
     """Append a row with machine and versions to starts.jsonl, for reports written elsewhere. ``device``: name
     of the accelerator; ``algorithm``: all of its settings, of which a recipe has only the user's;
-    ``train_prompts``: their number, for which a recipe may say "all"."""
+    ``train_prompts``: their number, for which a recipe may say "all"; ``chats``: whether all are chats."""
     row = {"at": time.time(), "machine": machine(device), "versions": versions()}
     row |= {"algorithm": dict(algorithm)} if algorithm else {}
-    row |= {"train_prompts": train_prompts} if train_prompts else {}
+    row |= {"train_prompts": train_prompts, "chats": chats} if train_prompts else {}
     Jsonl(run.path / "starts.jsonl").append(row)
 
 

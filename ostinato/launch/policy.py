@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ostinato.config import Recipe
-from ostinato.config.tasks import OneTask
 from ostinato.env.rows import to_chat
 from ostinato.env.tasks import add_system_prompt
 from ostinato.launch.machine import configure_threads, resolve_auto
 from ostinato.launch.models import load_decoder, newest_checkpoint, recipe_of
 from ostinato.model.generation import sampling_defaults
 from ostinato.model.named import model_folder
+from ostinato.run import Jsonl
 from ostinato.types import Prompt, Request, Sampling, Stop
 
 if TYPE_CHECKING:
@@ -185,21 +185,27 @@ def answer(
     target: str, prompts: Sequence[str | Sequence[Mapping[str, Any]]], options: SamplingOptions
 ) -> list[str]:
     """The texts with which ``target``, a run folder, a recipe or a model, answers ``prompts``: rendered as
-    rows of its task are: a text as it is, or with ``task.params.chat`` as what a user says; messages by the
-    chat template, with ``task.system_prompt`` in front.
+    rows of its task are: a text as it is, or as what a user says where the run's prompts were chats; messages
+    by the chat template, with ``task.system_prompt`` in front.
 
     Raises ValueError for a prompt that leaves no room for an answer, RuntimeError when the engine fails.
     """
-    configure_threads(recipe_of(target)[0])
+    recipe, run = recipe_of(target)
+    configure_threads(recipe)
     policy = load_policy(target)
     engine, sampling = serve(policy), options.sampling(policy)
-    rows = [_prompt(prompt, f"prompt-{idx}", policy.recipe.task) for idx, prompt in enumerate(prompts)]
+    starts = [*Jsonl(run.path / "starts.jsonl").rows()] if run else []
+    chats = any(start.get("chats") for start in starts[-1:]) or bool(recipe.task.params.get("chat"))
+    rows = [
+        _prompt(prompt, f"prompt-{idx}", chats, recipe.task.system_prompt)
+        for idx, prompt in enumerate(prompts)
+    ]
     requests = [
         Request(tokens=policy.renderer.prompt(row), sampling=sampling, seed=(options.seed, idx))
         for idx, row in enumerate(rows)
     ]
 
-    async def run() -> list[str]:
+    async def sample() -> list[str]:
         texts = [""] * len(requests)
         async for idx, completion in engine.generate(requests):
             if completion.stop is Stop.ERROR:
@@ -207,10 +213,10 @@ def answer(
             texts[idx] = completion.text
         return texts
 
-    return asyncio.run(run())
+    return asyncio.run(sample())
 
 
-def _prompt(prompt: str | Sequence[Mapping[str, Any]], uid: str, task: OneTask) -> Prompt:
+def _prompt(prompt: str | Sequence[Mapping[str, Any]], uid: str, chats: bool, system_prompt: str) -> Prompt:
     row = Prompt(uid=uid, text=prompt) if isinstance(prompt, str) else Prompt(uid=uid, messages=tuple(prompt))
-    row = to_chat(row) if task.params.get("chat") else row
-    return add_system_prompt(row, task.system_prompt) if task.system_prompt else row
+    row = to_chat(row) if chats else row
+    return add_system_prompt(row, system_prompt) if system_prompt else row

@@ -89,8 +89,9 @@ class Outcome:
         top_p: float | None = None,
         seed: int = 0,
     ) -> list[str]:
-        """The trained policy's answer to each prompt: one or several, each a plain text or the messages of a
-        chat. None: the value in the model's generation_config.json."""
+        """The trained policy's answer to each prompt: one or several, each a text, which is what a user says
+        where the run's prompts were chats, or the messages of a chat. None: the value in the model's
+        generation_config.json."""
         from ostinato.launch.policy import SamplingOptions, answer
 
         options = SamplingOptions(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
@@ -309,8 +310,9 @@ def _session(
         first = f"scoring {held_out} held-out prompts before the first step" if at_start else ""
         screen = Monitor(recipe.trainer.steps, row=last_row, budget=budget, console=console, first=first)
         with ledger.session(state.step), screen as monitor:
-            algorithm, prompts = asdict(inputs.algorithm), len(inputs.train_prompts)
-            record_start(run, device_name(inputs.decoder), algorithm, prompts)
+            prompts = inputs.train_prompts
+            chats = all(prompt.messages is not None for prompt in prompts)
+            record_start(run, device_name(inputs.decoder), asdict(inputs.algorithm), len(prompts), chats)
             for line in introduction(inputs, components, path, threads):
                 monitor.say(line)
             if first and not console.is_terminal:  # there it is the live line

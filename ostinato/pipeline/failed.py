@@ -16,7 +16,7 @@ from typing import Any
 from ostinato.rollout.health import failure
 from ostinato.rollout.rollout import fault_name
 from ostinato.run import RunFolder
-from ostinato.types import Group, Trajectory
+from ostinato.types import Group, Stop, Trajectory
 
 TRAIN = "train"  # ``part`` of a training step; other values of ``part`` are names of evaluation sets
 MAX_SHOWN = 1000  # characters of a completion
@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 
 
 class RewardFails(ValueError):
-    """A reward function gave no verdict to any answer of the first evaluation or step. ``note`` has the
-    traceback, and the completion of an answer."""
+    """A reward function gave no verdict to any answer of the first evaluation or step, or all episodes failed.
+    ``note`` has the traceback, and the completion of an answer."""
 
     def __init__(self, sentence: str, note: str) -> None:
         super().__init__(sentence)
@@ -80,15 +80,20 @@ class Failures:
 
     def see(self, step: int, groups: Sequence[Group], part: str = TRAIN, *, first: bool = False) -> None:
         """Record the failures in the answers of ``part`` at ``step``. Raises RewardFails, after recording,
-        where they are the ``first`` answers and a function failed for all of them."""
+        where they are the ``first`` answers and a function, or every episode, failed for all of them."""
         rows = failures(groups)
         must_stop = first and any(row["count"] == row["of"] for row in rows)
         if rows:
             head = {"step": step, "part": part, "stopped": must_stop}
             self._folder.failed.append(*({**head, **row} for row in rows))
+        place = f"the evaluation of the set {part}" if part != TRAIN else "training"
         if must_stop:
-            place = f"the evaluation of the set {part}" if part != TRAIN else "training"
             refuse(rows, f"{place} at step {step}")
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        if first and trajectories and all(trajectory.stop is Stop.ERROR for trajectory in trajectories):
+            ((reason, _),) = Counter(map(failure, trajectories)).most_common(1)
+            sentence = f"every episode of {place} at step {step} failed: {reason}; fix it"
+            raise RewardFails(sentence, f"{len(trajectories)} episodes")
         self._log(step, groups)
 
     def check_graded(self, groups: Sequence[Group], step: int, steps: int, reward_coef: float) -> None:

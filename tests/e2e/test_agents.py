@@ -193,6 +193,21 @@ def test_every_dialect_and_the_reward_by_an_event(world: World) -> None:
     assert [t.reward.value for t in group.trajectories if t.reward] == [0.5, 0.5]
 
 
+def test_a_row_of_text_has_messages_for_its_agent_too(world: World) -> None:
+    """It had ``text`` alone, and the agent of the guide, which sends ``row["messages"]``, failed in every
+    episode."""
+    rows = list[Any]()
+
+    def sees(base_url: str, row: Any) -> float:
+        rows.append(row)
+        return agents.plain(base_url, row)
+
+    group = world.play(world.agent(sees), Prompt(uid="p", text="1+1=", columns={"answer": "2"}), size=1)
+    chat = [{"role": "user", "content": "1+1="}]
+    assert rows == [{"uid": "p", "prompt": "1+1=", "messages": chat, "answer": "2"}]
+    assert group.trajectories[0].env_reward == 0.25
+
+
 def test_an_agent_may_be_a_plain_function_or_a_command(world: World) -> None:
     group = world.play(world.agent(agents.plain), size=2)
     assert [t.env_reward for t in group.trajectories] == [0.25, 0.25]

@@ -36,6 +36,7 @@ from ostinato.apps.serve.elsewhere import MODEL
 from ostinato.apps.serve.openai_chat import message_of
 from ostinato.apps.serve.verifiers import VerifiersAgent
 from ostinato.config.tasks import VERIFIERS
+from ostinato.env.rows import to_chat
 from ostinato.objects import load_named
 from ostinato.tool_calls import arguments_of, parse_calls
 from ostinato.types import Completion, Emitted, NewRow, Prompt
@@ -187,8 +188,8 @@ class AgentEpisode:
     # ---- in the event loop of the run
 
     def _make_row(self) -> dict[str, Any]:
-        messages = [dict(message) for message in self._prompt.messages or ()]
-        prompt = {"messages": messages} if messages else {"text": self._prompt.text}
+        messages = [dict(message) for message in to_chat(self._prompt).messages or ()]
+        prompt = {"prompt": self._prompt.text or messages, "messages": messages}
         return {"uid": self._prompt.uid, **prompt, **self._prompt.columns}
 
     async def _take_request(self) -> Waiting | None:

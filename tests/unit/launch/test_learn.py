@@ -162,14 +162,15 @@ def test_a_run_in_which_every_reward_skips_every_answer_ends_by_name(tmp_path: P
 
 
 def test_a_run_in_which_every_episode_fails_ends_by_name(tmp_path: Path) -> None:
-    """It was done too: an environment that always raises, warned of before the run."""
+    """It was done too: an environment that always raises, warned of before the run. The evaluation before
+    the first step had no verdict, and the steps began."""
 
     class Breaks(Talks):
         def step(self, said: str) -> Any:
             raise RuntimeError("the board is gone")
 
     rollout = {**SMALL["rollout"], "max_tokens": 64}  # an answer that is cut off never reaches step()
-    with pytest.raises(RewardFails, match="in 1 steps: env: RuntimeError: the board is gone"):
+    with pytest.raises(RewardFails, match=r"at step 0 failed: env: RuntimeError: the board is gone"):
         learn(
             **{**SMALL, "rollout": rollout}, data=ROWS, env=Breaks, reward="env", log={"dir": str(tmp_path)}
         )
@@ -226,3 +227,12 @@ def test_an_environment_may_have_rows_of_plain_text(tmp_path: Path) -> None:
         **{"data": ROWS, "env": Talks, "reward": "env", "log": {"dir": str(tmp_path)}},
     )
     assert outcome.step == 1
+
+
+def test_a_text_is_what_a_user_says_where_the_rows_were_chats(tmp_path: Path) -> None:
+    """``generate("What is 12 + 30?")`` left out the chat template by which the policy had been trained."""
+    rows = [{**row, "prompt": [{"role": "user", "content": row["prompt"]}]} for row in ROWS]
+    outcome = learn(**SMALL, data=rows, reward="numeric", log={"dir": str(tmp_path)})
+    text = "What is 12 + 30?"
+    as_text, as_chat = outcome.generate([text, [{"role": "user", "content": text}]], temperature=0.0)
+    assert as_text == as_chat != ""

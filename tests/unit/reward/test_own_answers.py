@@ -108,7 +108,7 @@ def test_a_function_of_a_users_own_is_warned_of_and_never_refused(mine: str) -> 
 
 
 def test_a_function_that_looks_for_text_in_messages_is_told_what_a_completion_is(mine: str) -> None:
-    """``gold in completion`` of a list of messages is False for ever: a guide's own example learned nothing."""
+    """``gold in completion`` of a list of messages is always False: a guide's own example learned nothing."""
     prompts = [to_chat(prompt) for prompt in rows("4", "5")]
     with WorkerGrader([f"{mine}:within"]) as grader:
         (warning,) = warnings_of(grader.own_verdicts(spread(prompts), lambda text: [1]))
