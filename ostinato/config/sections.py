@@ -101,7 +101,7 @@ class RewardSection(Section):
     weights: Floats = ()  # empty: 1 each
     solved_at: float | Literal["full"] = "full"  # the reward of a solved answer; full: all positive weights
     timeout_s: Annotated[float, Field(gt=0)] = 10.0  # per group and function
-    workers: Positive = 1
+    workers: Count = 0  # processes, each of one group at a time; 0: one, or 8 where a function is a coroutine
     isolation: Literal["auto", "off", "strict"] = "auto"
     judge_timeout_s: Annotated[float, Field(gt=0)] = 120.0  # per group; others wait for the same engine
 

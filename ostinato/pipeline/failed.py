@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 
 
 class RewardFails(ValueError):
-    """A reward function gave no verdict to any answer of the first evaluation or step, or all episodes failed.
-    ``note`` has the traceback, and the completion of an answer."""
+    """A reward function gave no verdict to any answer of the first evaluation or step, or all episodes
+    failed. ``note`` has the traceback, and the completion of an answer."""
 
     def __init__(self, sentence: str, note: str) -> None:
         super().__init__(sentence)

@@ -6,7 +6,8 @@ It is run by its path, and needs only a socket from the parent::
     {parent, path, functions, timeout_s,
      isolation, folder}                   ---->  confine itself (isolation.py), import the functions
                                           <----  {"error": "" or one sentence, and the lines of a traceback,
-                                                  "left_open": [what it can do]}
+                                                  "left_open": [what it can do],
+                                                  "coroutine": whether a function is one}
     id, n, pickle (function, columns,
                    terms, probe)          ---->  call it
                                           <----  {"id": its own, "trace": traceback, "metrics", "extra",
@@ -434,7 +435,9 @@ def main(fd: int) -> None:
         sentence = str(error) if is_from_verify else f"{summary}\n{trace(error)}"
         send(sock, json.dumps({"id": 0, "error": sentence}).encode())
         return
-    send(sock, json.dumps({"id": 0, "error": "", "left_open": left_open}).encode())
+    has_coroutine = any(map(inspect.iscoroutinefunction, functions.values()))
+    greeting = {"id": 0, "error": "", "left_open": left_open, "coroutine": has_coroutine}
+    send(sock, json.dumps(greeting).encode())
     while True:
         request = receive(sock)
         _limit_cpu(hello["timeout_s"])

@@ -28,6 +28,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
@@ -48,6 +49,7 @@ MAX_DETAIL, MAX_TRACE = 1_000, 100_000  # characters of a reply that are kept
 START_TIMEOUT_S = 60.0  # importing the functions may be slow; a call's limit does not include it
 REAP_TIMEOUT_S = 5.0
 RETRIES = 1  # of a call whose process died
+COROUTINES = 8  # processes where a function is a coroutine, which waits more than it computes
 KEEPER_S = 2.0  # for the keeper of a confined process to end after the process, with its status
 JUDGE = "judge:"  # a function with this prefix is a Scorer; the rest names runs or addresses
 NO_VERDICT = frozenset({Stop.ERROR, Stop.ABORT})  # ends of episodes that the policy did not cause
@@ -64,6 +66,7 @@ class Worker:
         self._timeout_s = timeout_s
         self._isolation = isolation
         self.left_open: list[str] = []  # what isolation cannot prevent on this machine, in words
+        self.has_coroutine = False  # whether one of the functions is one; known after ``start``
         self._own_folder = ""  # the temporary folder of the process
         self._folder = os.getcwd()  # the folder of relative paths, also for a process started later
         self._process: Child | None = None
@@ -85,7 +88,8 @@ class Worker:
                 "folder": self._own_folder,
             }
             payload = json.dumps(hello).encode()
-            error, self.left_open = self._exchange(payload, START_TIMEOUT_S, 0, _read_greeting)
+            greeting = self._exchange(payload, START_TIMEOUT_S, 0, _read_greeting)
+            error, self.left_open, self.has_coroutine = greeting
         except TimeoutError:
             error = f"importing the rewards {self._functions} took more than {START_TIMEOUT_S:g} s"
         except OSError as failure:
@@ -204,12 +208,12 @@ def _check_number(value: float | None) -> float | None:
     return value
 
 
-def _read_greeting(reply: dict[str, Any]) -> tuple[str, list[str]]:
-    """Return (error, what isolation leaves open) from the first message of a process."""
+def _read_greeting(reply: dict[str, Any]) -> tuple[str, list[str], bool]:
+    """Return (error, what isolation leaves open, whether a function is a coroutine) of the first message."""
     error, left_open = reply.get("error"), reply.get("left_open", [])
     if not isinstance(error, str) or not isinstance(left_open, list):
         raise ValueError("no greeting")
-    return error, [str(gap) for gap in left_open]
+    return error, [str(gap) for gap in left_open], bool(reply.get("coroutine"))
 
 
 class Scorer(Protocol):
@@ -227,8 +231,8 @@ class WorkerGrader:
 
     ``functions`` are what ``verify.resolve`` accepts: a built-in name, ``module:function`` or
     ``path.py:function``. ``timeout_s`` limits one function on one group; a call that hangs is killed, a
-    call whose process died is repeated once. ``workers`` is the number of processes, which
-    are confined according to ``isolation`` (reward.isolation of a recipe). ``judges`` maps a task of
+    call whose process died is repeated once. ``workers`` is the number of processes (0: one, or COROUTINES
+    after ``check`` where a function is one), confined according to ``isolation``. ``judges`` maps a task of
     a mixture to the functions that grade its answers; all of them grade other tasks. ``scorers``: those of
     ``functions`` that are called in this process. ``max_steps`` of the run is in TRL's ``trainer_state``.
 
@@ -246,7 +250,7 @@ class WorkerGrader:
         *,
         weights: Sequence[float] | None = None,
         timeout_s: float = 10.0,
-        workers: int = 1,
+        workers: int = 0,
         isolation: Mode = "auto",
         judges: Mapping[str, Sequence[str]] = MappingProxyType({}),
         scorers: Mapping[str, Scorer] = MappingProxyType({}),
@@ -261,14 +265,12 @@ class WorkerGrader:
         self._timeout_s, self._max_steps = timeout_s, max_steps
         self._closed = False
         self._lock = threading.Lock()
-        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="reward")
-        self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()  # as many as threads: get() never waits
+        self._threads = ThreadPoolExecutor(workers or COROUTINES, thread_name_prefix="reward")
+        self._idle: queue.LifoQueue[Worker] = queue.LifoQueue()  # last in, first out: the process that runs
         child_functions = [function for function in functions if function not in scorers]
-        self._workers = [
-            Worker(child_functions, timeout_s, isolation) for _ in range(workers if child_functions else 0)
-        ]
-        for worker in self._workers:
-            self._idle.put(worker)
+        self._new_worker = partial(Worker, child_functions, timeout_s, isolation)
+        self._workers, self._may_grow = list[Worker](), not workers
+        self._add_workers((workers or 1) if child_functions else 0)
         self._finalizer = weakref.finalize(self, _close_workers, self._workers, self._threads)
 
     def __enter__(self) -> WorkerGrader:
@@ -283,6 +285,11 @@ class WorkerGrader:
         self._finalizer()
         for scorer in self._scorers.values():
             scorer.close()
+
+    def _add_workers(self, count: int) -> None:
+        for _ in range(count):
+            self._workers.append(self._new_worker())
+            self._idle.put(self._workers[-1])
 
     @property
     def left_open(self) -> list[str]:
@@ -305,6 +312,9 @@ class WorkerGrader:
         for future in [self._threads.submit(self._start) for _ in self._workers]:
             if error := future.result():
                 raise _make_error(*error.partition("\n")[::2])
+        if self._may_grow and any(worker.has_coroutine for worker in self._workers):
+            self._may_grow = False
+            self._add_workers(COROUTINES - len(self._workers))
         if prompt is None:
             return []
         texts, warnings = [own_answer(prompt) or "I do not know.", ""], []
@@ -421,12 +431,12 @@ class WorkerGrader:
             return make_faults(Fault.UNPICKLABLE, child.describe(error))
         detail = ""
         for attempt in range(1 + RETRIES):
-            if self._closed:
-                return make_faults(Fault.DIED, "the grader was closed")
-            if attempt:
-                self._count("reward_workers/retried")
             worker = self._idle.get()
             try:
+                if self._closed:
+                    return make_faults(Fault.DIED, "the grader was closed")
+                if attempt:
+                    self._count("reward_workers/retried")
                 return worker.call(num_completions, request)
             except TimeoutError:
                 self._count("reward_workers/hung")

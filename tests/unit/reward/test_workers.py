@@ -21,7 +21,7 @@ from ostinato.types import Group, Prompt, Stop, Trajectory, Turn
 
 REWARDS = '''
 """Rewards as a user writes them."""
-import os, struct, sys
+import asyncio, os, struct, sys
 
 def length(completions, **columns):
     return [float(len(text)) for text in completions]
@@ -96,6 +96,13 @@ def prints(completions, **columns):
 
 async def later(completions, **columns):
     return [2.0 for _ in completions]
+
+async def meets(completions, place, **columns):
+    """Waits for the call of another group."""
+    open(os.path.join(place[0], completions[0]), "w").close()
+    while len(os.listdir(place[0])) < 2:
+        await asyncio.sleep(0.01)
+    return [1.0 for _ in completions]
 '''
 
 
@@ -206,6 +213,18 @@ def test_columns_and_ids_are_trls_and_coroutines_are_awaited(file: str) -> None:
         assert values(grader, two_turns) == [
             3 + 2 * 10 + 3 + 2.0
         ]  # the tool's reply counts, the prompt does not
+
+
+def test_coroutines_of_several_groups_wait_at_the_same_time(file: str, tmp_path: Path) -> None:
+    """A reward that awaits a server took its second once for each group of a step: there was one process."""
+
+    async def both() -> list[list[Any]]:
+        groups = [group(text, place=str(tmp_path)) for text in ("a", "b")]
+        return await asyncio.gather(*map(grader.grade, groups))
+
+    with WorkerGrader([f"{file}:meets"], timeout_s=60, isolation="off") as grader:
+        grader.check()
+        assert [reward.value for rewards in asyncio.run(both()) for reward in rewards] == [1.0, 1.0]
 
 
 def test_words_of_the_assistant_in_a_prompt_belong_to_its_answer(file: str) -> None:
