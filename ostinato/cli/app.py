@@ -23,6 +23,7 @@ from ostinato.cli.restarts import LOST
 from ostinato.failure import Lost
 from ostinato.launch import RunFailed
 from ostinato.options import Hosts, Origins, access
+from ostinato.other_names import key_hint
 
 if TYPE_CHECKING:
     from ostinato.apps.serve.served import Additions, OpenAdditions, Served
@@ -516,6 +517,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = list(sys.argv[1:] if arguments is None else arguments)
     kept = [argument for argument in given if argument != "--debug"]
     try:
+        for option in kept[1:] if kept[:1] and kept[0] in ("train", "sft", "resume") else ():
+            name = option.removeprefix("--").partition("=")[0].replace("-", "_")
+            if option.startswith("--") and ("." in name or key_hint(name)):
+                hint = f" ({key_hint(name)})" if key_hint(name) else ""
+                raise ValueError(
+                    f"{option} is no option; write keys as trainer.lr=2e-4, without dashes{hint}"
+                )
         isa.apply()  # before anything imports torch
         app(kept, prog_name="ostinato")
     except BrokenPipeError:  # the reader of the output is gone, and there is nobody to say it to

@@ -44,13 +44,15 @@ _UNIONS = {
 
 
 def explain(error: ValidationError, model: Model, what: str = "a recipe") -> str:
-    """The first fault in one sentence: field, value, fix. The number of other faults follows in brackets;
-    ``what`` is the file that ``model`` describes."""
+    """All unknown keys, else the first fault: field, value, fix. The number of other faults follows in
+    brackets; ``what`` is the file that ``model`` describes."""
     faults = error.errors(include_url=False)
-    first = min(faults, key=lambda fault: fault["type"] != "extra_forbidden")  # a typo explains the rest
-    fields = {fault["loc"][:2] for fault in faults}  # members of a union report one fault each
-    others = f" (and {len(fields) - 1} more in {what.replace('a ', 'this ', 1)})" if len(fields) > 1 else ""
-    return _explain_fault(first, model, what) + others
+    unknown = [fault for fault in faults if fault["type"] == "extra_forbidden"]  # a typo explains the rest
+    named = unknown or faults[:1]
+    # members of a union report one fault each
+    count = len({fault["loc"][:2] for fault in faults} - {fault["loc"][:2] for fault in named})
+    others = f" (and {count} more in {what.replace('a ', 'this ', 1)})" if count else ""
+    return "; ".join(_explain_fault(fault, model, what) for fault in named) + others
 
 
 def _explain_fault(fault: Any, model: Model, what: str) -> str:
@@ -120,7 +122,7 @@ def _list_sections(model: Model, path: tuple[str, ...] = ()) -> Iterator[tuple[t
 
 
 def _explain_unknown(loc: Sequence[str], model: Model, what: str) -> str:
-    """The sentence of an unknown key, with a hint, a similar key, or a section that has it."""
+    """The sentence of an unknown key, with a hint, a section that has it, or a similar key."""
     parent, key = tuple(loc[:-1]), loc[-1]
     section = _find_section(parent, model)[1] or model
     matches = difflib.get_close_matches(key, section.model_fields, n=1, cutoff=0.6)
@@ -131,10 +133,10 @@ def _explain_unknown(loc: Sequence[str], model: Model, what: str) -> str:
     ]
     if what == "a recipe" and (name := key_hint(".".join(loc))):
         fix = name
-    elif matches:
-        fix = f"did you mean {'.'.join((*parent, matches[0]))}?"
     elif elsewhere:
         fix = f"did you mean {elsewhere[0]}?"
+    elif matches:
+        fix = f"did you mean {'.'.join((*parent, matches[0]))}?"
     else:
         fix = f"the keys of {'.'.join(parent) or what} are {', '.join(section.model_fields)}"
     return f"{'.'.join(loc)} is not a key of {what}; {fix}"

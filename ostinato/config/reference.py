@@ -21,6 +21,7 @@ from ostinato.config.fields import ALGO, comments_of
 from ostinato.config.recipe import Recipe
 from ostinato.config.sections import AlgoSection, DownstreamSection, Section
 from ostinato.config.tasks import MixedTask, OneTask
+from ostinato.other_names import key_hint
 
 HEAD = """# All recipe keys
 
@@ -55,8 +56,12 @@ def reference() -> str:
 
 
 def find_keys(pattern: str) -> Iterator[str]:
-    """Yield a line for each key whose name or description has ``pattern``. Raises ValueError without any."""
+    """Yield what ``pattern`` of another trainer is here, and a line for each key whose name or description
+    has it. Raises ValueError without any."""
     number, section = 0, ""
+    if hint := key_hint(pattern):
+        number = 1
+        yield hint
     for title, _, keys in sections():
         section = title.strip("[]") if title else section
         for name, kind, default, comment in keys:

@@ -88,12 +88,18 @@ class Outcome:
         temperature: float | None = None,
         top_p: float | None = None,
         seed: int = 0,
+        **others: Any,
     ) -> list[str]:
         """The trained policy's answer to each prompt: one or several, each a text, which is what a user says
         where the run's prompts were chats, or the messages of a chat. None: the value in the model's
-        generation_config.json."""
+        generation_config.json. Raises TypeError for ``others``."""
         from ostinato.launch.policy import SamplingOptions, answer
 
+        if others:
+            raise TypeError(
+                f"generate has no {min(others)}; it takes max_tokens, temperature, top_p and seed, and gives "
+                "one answer to each prompt: for n answers give it n times"
+            )
         options = SamplingOptions(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
         is_one = isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], Mapping))
         several: Any = [prompts] if is_one else prompts

@@ -197,7 +197,10 @@ def _build_config(adapters: Adapters, base_name: str) -> dict[str, Any]:
             parameter = "mlp.experts.down_proj" if role == "down" else "mlp.experts.gate_up_proj"
             members = 1 if role == "down" else len(_find_gate_up(adapters, prefix))
             parameters.add(parameter)
-            ranks[parameter], alphas[parameter] = members * spec.rank_of(name), members * spec.alpha
+            if (rank := members * spec.rank_of(name)) != spec.rank:
+                ranks[parameter] = rank
+            if members > 1:
+                alphas[parameter] = members * spec.alpha
         elif ".attn." in name or adapters.config.moe is None:
             modules.add(module.rpartition(".")[2])
         else:
@@ -205,6 +208,10 @@ def _build_config(adapters: Adapters, base_name: str) -> dict[str, Any]:
             # v4 (peft.utils.transformers_weight_conversion).
             # model.layers.3.mlp.gate_proj -> mlp.gate_proj
             parameters.add(module.split(".", 3)[3] + ".weight")
+    if modules:  # peft 0.21 warns of a key that no module matches, though it applies it to parameters
+        own = min(modules)
+        ranks = {own: spec.rank, **{f"{name}|{own}": rank for name, rank in ranks.items()}} if ranks else {}
+        alphas = {own: spec.alpha, **{f"{name}|{own}": a for name, a in alphas.items()}} if alphas else {}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -49,6 +49,17 @@ def plain_console() -> tuple[Console, io.StringIO]:
     return Console(file=out, force_terminal=False, width=100), out
 
 
+@pytest.mark.parametrize("option", ["--learning_rate", "--learning-rate=2e-4", "--trainer.lr"])
+def test_an_option_of_another_trainer_is_told_how_keys_are_written(
+    option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was "No such option"."""
+    with pytest.raises(SystemExit, match="2"):
+        main(["train", "quickstart", option, "2e-4"])
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"{option} is no option; write keys as trainer.lr=2e-4, without dashes" in said
+
+
 def test_without_a_terminal_every_step_is_a_plain_line() -> None:
     console, out = plain_console()
     with progress.Monitor(80, console=console) as monitor:

@@ -70,5 +70,8 @@ def test_answers_that_no_reward_reads_are_named(tmp_path: Path) -> None:
 def test_keys_are_found_by_name_and_by_description() -> None:
     assert [line.split()[0] for line in find_keys("chat_template")] == ["model.chat_template_kwargs"]
     assert len(list(find_keys(""))) > 150
+    assert list(find_keys("num_generations")) == [
+        "num_generations of other trainers is rollout.group_size here"
+    ]
     with pytest.raises(ValueError, match="no key"):
         list(find_keys("stesp"))

@@ -103,7 +103,8 @@ TWO_MARKS = "reward.functions=['exact', 'numeric']; task.mix=[{name='a', rewards
         ("algo.clip_hi=3", "algo.clip_hi is not a key; did you mean 'clip_high'?"),
         ("trainer.stesp=3", "trainer.stesp is not a key of a recipe; did you mean trainer.steps?"),
         ("name=../../x", "name is '../../x', which is no name for the folder of a run"),
-        ("trainer.group_size=3", "trainer.group_size is not a key of a recipe; did you mean rollout.gr"),
+        ("trainer.group_size=3", "trainer.group_size is not a key of a recipe; group_size of other trainers"),
+        ("trainer.temperature=1", "trainer.temperature is not a key of a recipe; did you mean rollout.temp"),
         ("model.device=mps", 'model.device is \'mps\'; use "auto", "cpu", "cuda"'),
         ("seed=99999999999999999999", "seed is 99999999999999999999; use a number below"),
         ("trainer.learning_rate=1e-5", "trainer.learning_rate is not a key of a recipe; learning_rate of"),
@@ -167,6 +168,15 @@ def test_keys_of_other_trainers_lead_to_keys_that_there_are() -> None:
         for key in getattr(field.annotation, "model_fields", ())
     }
     assert {key for ours in OTHER_NAMES.values() for key in re.findall(r"[a-z]+\.[a-z_]+", ours)} <= known
+
+
+def test_all_names_of_another_trainer_are_told_at_once() -> None:
+    """A script for TRL was put right one name a run: "... (and 2 more in this recipe)"."""
+    sentence = refusal(
+        {"trainer": {"learning_rate": 1e-5, "total_training_steps": 9, "lr": "x"}, "num_generations": 8}
+    )
+    assert all(name in sentence for name in ("is trainer.lr", "is trainer.steps", "is rollout.group_size"))
+    assert sentence.endswith("(and 1 more in this recipe)")
 
 
 @pytest.mark.parametrize(
