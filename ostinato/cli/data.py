@@ -59,7 +59,8 @@ def data(target: str, overrides: Sequence[str], *, model: str, row: int) -> None
         for task_rows in of_tasks(rows).values():
             for function in functions or recipe.reward.functions:
                 if not function.startswith(JUDGE):
-                    say(*_explain_verdicts(recipe, task_rows, function))
+                    for line in _explain_verdicts(recipe, task_rows, function, functions is not None):
+                        say(line)
 
 
 def _held_out(recipe: Recipe) -> list[Prompt]:
@@ -147,8 +148,9 @@ def own_verdicts(
         grader.close()
 
 
-def _explain_verdicts(recipe: Recipe, rows: Sequence[Prompt], function: str) -> Iterator[str]:
-    """Lines on the verdicts of a reward on the rows' own answers, with examples below full reward."""
+def _explain_verdicts(recipe: Recipe, rows: Sequence[Prompt], function: str, tried: bool) -> Iterator[str]:
+    """Lines on the verdicts of a reward on the rows' own answers, with examples below full reward. ``tried``:
+    it is one of several that nobody has named, and is left out where it has none."""
     try:
         verdicts_by_name = list(own_verdicts(recipe, rows, function))
     except ValueError as error:
@@ -159,6 +161,8 @@ def _explain_verdicts(recipe: Recipe, rows: Sequence[Prompt], function: str) -> 
         if not verdicts:
             yield f"reward       {name}: the rows have no own answer that it could judge"
             continue
+        if tried and all(verdict.value is None for verdict in verdicts):
+            continue  # the rows are not of its kind
         yield f"reward       {name}: 1 or more to the own answer of {len(full)} of {len(verdicts)} rows tried"
         below_full = [verdict for verdict in verdicts if verdict not in full]
         for verdict in below_full[:EXAMPLES]:

@@ -75,10 +75,10 @@ class Choices:
 
 
 def new(path: Path, *, task: str, model: str, machine: str, rows: str) -> None:
-    """Write a recipe to ``path``, and beside it the reward or environment that it uses. On a terminal, asks
-    for empty arguments.
+    """Write a recipe to ``path``, and beside it the reward or environment that it uses, unless that is there.
+    On a terminal, asks for empty arguments.
 
-    Raises ValueError for a file that exists, and for rows that cannot be read.
+    Raises ValueError for a recipe that exists, and for rows that cannot be read.
     """
     if path.suffix != ".toml":
         raise ValueError(f"{path} is no recipe; give it a name that ends in .toml")
@@ -95,12 +95,15 @@ def new(path: Path, *, task: str, model: str, machine: str, rows: str) -> None:
         rows=rows,
     )
     companion = {"own": ("rewards.py", REWARD), "env": ("environment.py", ENVIRONMENT)}.get(task)
-    files = {
-        path: _recipe(choices, path.parent),
-        **({path.parent / companion[0]: companion[1]} if companion else {}),
-    }
-    if existing := [file for file in files if file.exists()]:
-        raise ValueError(f"{existing[0]} exists; choose another name, or remove it")
+    if path.exists():
+        raise ValueError(f"{path} exists; give the recipe another name, or remove it")
+    files = {path: _recipe(choices, path.parent)}
+    if companion and (beside := path.parent / companion[0]).exists():
+        say(
+            f"uses         {beside}, which was there; the recipe names its {'score' if task == 'own' else 'Guess'}"
+        )
+    elif companion:
+        files[beside] = companion[1]
     for file, text in files.items():
         file.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(file, text.encode())

@@ -283,7 +283,7 @@ class AlgoSection(Section):
 class TrainerSection(Section):
     """AdamW and its schedule; ``steps`` are rollout batches, each of ``minibatches`` optimizer steps."""
 
-    steps: Positive = 100
+    steps: Positive = 100  # of the run in all, also where it is resumed
     budget: Count | str = 0  # of training compute, as eval.every; the step that spends it is the last
     until: Annotated[float, Field(gt=0, le=1)] = 1.0  # share of the budget at which it stops for now
     lr: Annotated[float, Field(gt=0)] = 1e-4

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from ostinato.config import Recipe, check_files, dump_toml
+from ostinato.config.recipe import merge
 from ostinato.failure import NamedFailure
 from ostinato.launch import NothingToLearn, RunFailed
 from ostinato.launch.machine import configure_threads, record_start, resolve_auto
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
     from ostinato.launch.inputs import RunInputs
     from ostinato.model.lora import Adapters
     from ostinato.pipeline.loop import Finish, Finished
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,36 +176,40 @@ def resume(
     on_step: StepCallback | None = None,
     quiet: bool = False,
     workers: str = WORKERS,
+    **sections: Any,
 ) -> Outcome:
     """Resume the run in ``path`` from its newest whole checkpoint; without one, from the start.
 
-    ``overrides`` change its recipe from here on, e.g. ``trainer.steps=200`` to train for longer. ``workers``
-    is as in ``learn``, and no part of the recipe: other ones have to be named again.
+    ``overrides``, and ``sections`` as in ``learn``, change its recipe from here on: ``trainer.steps=200`` or
+    ``trainer={"steps": 200}`` trains until the run has 200 steps. ``workers`` is no part of the recipe: other
+    ones have to be named again.
 
     Raises ValueError where another process is at work on the run, and where its rows are not those that it
-    began with, unless ``overrides`` name them.
+    began with, unless they are named.
     """
     path = Path(path).absolute()
     run, console = RunFolder.open(path), Screen(quiet=quiet)
     with locked(path):
         run.sweep()
-        recipe = Recipe.load(run.recipe, *overrides)
+        recipe = merge(Recipe.load(run.recipe, *overrides), sections)
         check_steps(run, recipe.trainer.steps)
         check_files(recipe)
-        sections = {override.partition(".")[0] for override in overrides}
+        changed = {override.partition(".")[0] for override in overrides} | sections.keys()
         return outside_loop(
-            lambda: _train(recipe, path, console, changed=sections, workers=workers, on_step=on_step)
+            lambda: _train(recipe, path, console, changed=changed, workers=workers, on_step=on_step)
         )
 
 
 def check_steps(run: RunFolder, steps: int) -> None:
-    """Raises ValueError if the run has already done more than ``steps``."""
+    """Raises ValueError if the run has already done more than ``steps``; says so where nothing is left."""
     from ostinato.train.checkpoint import newest_step
 
     if (finished := newest_step(run.checkpoints)) > steps:
         raise ValueError(
             f"trainer.steps is {steps}, and {run.path} has done {finished} steps; give it {finished} or more"
         )
+    if finished == steps:
+        logger.info(f"all {steps} steps are done and nothing is left; trainer.steps={2 * steps} goes on")
 
 
 @contextlib.contextmanager

@@ -219,7 +219,7 @@ async def cell():  # of a notebook, whose thread has a loop that runs
 
 outcome = asyncio.run(cell())
 print(outcome.why, [row["step"] for row in outcome.rows()], len(outcome.generate("1 + 1", max_tokens=3)))
-print(resume(outcome.folder, "trainer.steps=3", quiet=True).step)
+print(resume(outcome.folder, trainer={"steps": 3}, quiet=True).step)
 """
 
 

@@ -48,8 +48,12 @@ def test_a_reward_and_an_environment_to_change_stand_beside_it(tmp_path: Path, t
     recipe = Recipe.load(tmp_path / "a" / "mine.toml", "model.dtype=float32")
     with prepare(recipe, training=True) as inputs:
         assert inputs.train_prompts
-    with pytest.raises(ValueError, match="exists"):
+    with pytest.raises(ValueError, match=r"mine.toml exists; give the recipe another name"):
         new(tmp_path / "a" / "mine.toml", task=task, model="", machine="", rows=str(rows))
+    (beside,) = (tmp_path / "a").glob("*.py")
+    beside.write_text(f"{beside.read_text()}# mine")
+    new(tmp_path / "a" / "other.toml", task=task, model="", machine="", rows=str(rows))
+    assert beside.read_text().endswith("# mine"), "it was refused because of the file that it needs"
 
 
 @pytest.mark.parametrize("machine", MACHINES)
