@@ -99,9 +99,7 @@ def new(path: Path, *, task: str, model: str, machine: str, rows: str) -> None:
         raise ValueError(f"{path} exists; give the recipe another name, or remove it")
     files = {path: _recipe(choices, path.parent)}
     if companion and (beside := path.parent / companion[0]).exists():
-        say(
-            f"uses         {beside}, which was there; the recipe names its {'score' if task == 'own' else 'Guess'}"
-        )
+        say(f"uses         {beside}, which was there, with its {'score' if task == 'own' else 'Guess'}")
     elif companion:
         files[beside] = companion[1]
     for file, text in files.items():

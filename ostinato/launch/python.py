@@ -23,6 +23,7 @@ def recipe_with(
     eval_data: Any,
     reward: Any,
     env: Any,
+    agent: Any,
     loss: Any,
     tools: Any,
     sections: Mapping[str, Any],
@@ -56,8 +57,9 @@ def recipe_with(
             named = [name_object(value, folder, "reward") for value in _to_sequence(keys["functions"])]
             keys["functions"] = named
         changes["reward"] = keys
-    if env is not None:
-        changes["task"]["env"] = name_object(env, folder, "env")
+    for key, value in {"env": env, "agent": agent}.items():
+        if value := section_keys.get("task", {}).get(key) if value is None else value:
+            changes["task"][key] = name_object(value, folder, key)
     if loss is not None:
         changes["algo"] = {"loss": name_object(loss, folder, "loss")}
     if tools:

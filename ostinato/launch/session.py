@@ -129,6 +129,7 @@ def learn(
     eval_data: Any = None,
     reward: Any = None,
     env: Any = None,
+    agent: Any = None,
     loss: Any = None,
     tools: Any = (),
     on_step: StepCallback | None = None,
@@ -145,10 +146,10 @@ def learn(
 
     ``data``, ``eval_data``: rows, as a list of dicts or a ``datasets.Dataset``, a dict of both by split, or a
     source by its name; without rows to evaluate on a tenth is held out. ``reward``: one function or several,
-    with TRL's arguments. ``model`` and ``reward`` may be dicts of their sections. ``env``: a class. ``loss``:
-    as in ``algo.loss``. ``tools``: functions. ``on_step`` is called with every row of metrics; True ends
-    the run after that step. ``workers`` names the module that makes samplers and trainers of a cluster, as
-    ``launch.workers`` does.
+    with TRL's arguments. ``model`` and ``reward`` may be dicts of their sections. ``env``: a class.
+    ``agent``: as in docs/agents.md. ``loss``: as in ``algo.loss``. ``tools``: functions. ``on_step`` is called
+    with every row of metrics; True ends the run after that step. ``workers`` names the module that makes
+    samplers and trainers of a cluster, as ``launch.workers`` does.
 
     Raises ValueError for what is wrong with the recipe, before any work; RunFailed when the run cannot go on.
     """
@@ -160,6 +161,7 @@ def learn(
         eval_data=eval_data,
         reward=reward,
         env=env,
+        agent=agent,
         loss=loss,
         tools=tools,
         sections=sections,

@@ -150,8 +150,8 @@ def test_a_list_is_taken_but_for_what_is_refused_in_it(at: At) -> None:
     [
         (b"{", 400, "no JSON"),
         (b"3", 400, "one event or a list"),
-        ({"kind": "accept"}, 400, "event_id"),
         (event("x", "r", kind="edit"), 400, "after is missing"),
+        ({"kind": "accept"}, 400, "event_id is missing; an event has event_id, response_id, kind and ts"),
         (event("x", "r", value=None), 400, "value is missing"),
         (event("x", "r", value=3), 400, "from -1"),
         (event("x", "r", kind="dwell", value=-1e9), 400, "value is"),  # it was accepted

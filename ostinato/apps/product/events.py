@@ -102,6 +102,8 @@ def parse_event(document: Mapping[str, Any]) -> Event:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"])) or "event"
+        if first["type"] == "missing":
+            raise ValueError(f"{where} is missing; an event has event_id, response_id, kind and ts") from None
         raise ValueError(f"{where} is {first.get('input')!r:.80}: {first['msg']}") from None
     if event.kind is Kind.EDIT and event.after is None:
         raise ValueError("after is missing; an edit gives the whole text that the user made of the answer")

@@ -176,6 +176,17 @@ def test_a_run_in_which_every_episode_fails_ends_by_name(tmp_path: Path) -> None
         )
 
 
+def test_an_agent_may_be_a_function_and_ends_the_run_where_it_always_fails(tmp_path: Path) -> None:
+    """A path alone was taken; and three steps were played with an agent that had failed in the evaluation."""
+    pytest.importorskip("starlette")
+
+    async def loses(base_url: str, row: Any) -> float:
+        raise KeyError("board")
+
+    with pytest.raises(RewardFails, match="step 0 failed: env: RuntimeError: the agent raised KeyError"):
+        learn(**SMALL, data=ROWS, task={"agent": loses}, reward="env", log={"dir": str(tmp_path)})
+
+
 def test_a_resumed_run_is_not_ended_by_skips(tmp_path: Path) -> None:
     """Answers of its earlier steps may have been graded, which this session has not seen."""
 
