@@ -51,7 +51,6 @@ def finish(work: Callable[[], Outcome]) -> int:
 def _summarize_end(outcome: Outcome) -> Iterator[str]:
     """Lines on what was written, and on where and why the run has ended early."""
     yield from _explain_verdicts(RunFolder(outcome.folder))
-    yield f"adapter      {RunFolder(outcome.folder).adapter}"
     yield f"report       {write_report(RunFolder.open(outcome.folder))}"
     yield f"talk to it   ostinato serve {outcome.folder}"
     if outcome.why in EXIT:

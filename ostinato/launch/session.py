@@ -30,7 +30,7 @@ from ostinato.observe.rows import ends, main_scores
 from ostinato.pipeline.signals import ending
 from ostinato.run import MAIN_SET, RunFolder, atomic_write, new_run_path
 from ostinato.tables import terminal_table
-from ostinato.terminal import Screen, logged, waiting
+from ostinato.terminal import Screen, logged, say, waiting
 from ostinato.threads import outside_loop
 
 if TYPE_CHECKING:
@@ -110,12 +110,14 @@ class Outcome:
         return outside_loop(lambda: answer(str(self.folder), several, options))
 
     def show(self) -> None:
-        """Print the ten numbers that the page of the run begins with: scores before and after, cost, ..."""
+        """Print the ten numbers that the page of the run begins with (scores before and after, cost, ...), and
+        where adapter and page are."""
         from ostinato.observe.figures import tabulate
         from ostinato.observe.rows import RunRows
 
         screen, data = Screen(), RunRows(RunFolder.open(self.folder)).read()
         screen.print(terminal_table(tabulate(data), screen.width))
+        say(f"adapter      {self.adapter}", f"page         ostinato report {self.folder}")
 
 
 WORKERS = "ostinato.launch.workers"  # makes the samplers and trainers of a cluster
