@@ -110,8 +110,8 @@ class Outcome:
         return outside_loop(lambda: answer(str(self.folder), several, options))
 
     def show(self) -> None:
-        """Print the ten numbers that the page of the run begins with (scores before and after, cost, ...), and
-        where adapter and page are."""
+        """Print the ten numbers that the page begins with (scores before and after, cost, ...), and where the
+        adapter and the page are."""
         from ostinato.observe.figures import tabulate
         from ostinato.observe.rows import RunRows
 

@@ -22,6 +22,7 @@ ZERO_VARIANCE_SHARE = 0.5  # share of groups: half of the sampling taught nothin
 # Means are taken over so many tokens that one such token does not raise them above K3_NATS. In a run of fewer
 # tokens, more than five such tokens are required.
 MISMATCH_TOKENS = (math.e - 2) / K3_NATS
+REWARD_TIME = 0.5  # share of a step's time, after its last token
 ESS_LEFT = 0.9
 COVERED = 0.999  # share of trained rows with a recorded route
 FAULT_SHARE = 0.01  # share of answers
@@ -134,7 +135,12 @@ def _check_replay(data: RunRows) -> Iterator[Concern]:
 
 
 def _check_signal(rows: Sequence[Row]) -> Iterator[Concern]:
-    """Yield a concern if most groups had equal rewards."""
+    """Yield concerns if most groups had equal rewards, and if steps waited for rewards."""
+    if (waited := mean(tenth(rows), "time/reward_share") or 0.0) > REWARD_TIME:
+        text = (
+            f"steps waited for rewards {waited:.0%} of their time: raise reward.workers, or make them faster."
+        )
+        yield Concern(Level.LOOK, f"In {_name_span(tenth(rows))}, {text}", "cost")
     share = mean(tenth(rows), "frac_reward_zero_std")
     if share is not None and share > ZERO_VARIANCE_SHARE:
         none, every = mean(tenth(rows), "solved_none") or 0.0, mean(tenth(rows), "solved_all") or 0.0

@@ -135,6 +135,7 @@ def test_a_healthy_run_has_none() -> None:
     ("change", "level", "words"),
     [
         ({"frac_reward_zero_std": 0.7, "solved_none": 0.6}, "look", "70% of groups had equal rewards"),
+        ({"time__reward_share": 0.8}, "look", "waited for rewards 80% of their time"),
         ({"refused_step": 1.0}, "bad", "4 steps were refused"),
         ({"empty_step": 1.0}, "look", "(step 37 to 40)"),
         ({"sampling__kl_k3": 0.02, "tokens__trained": 1e3}, "look", "0.02 nats per token at step 40"),
