@@ -43,15 +43,15 @@ def finish(work: Callable[[], Outcome]) -> int:
         how = "stopped at once" if why == "interrupted" else why
         say(f"ostinato: {how}; {str(stop) or 'nothing had begun'}", error=True)
         return EXIT[why]
+    write_report(RunFolder.open(outcome.folder))
     outcome.show()
     say(*_summarize_end(outcome))
     return EXIT.get(outcome.why, 0)
 
 
 def _summarize_end(outcome: Outcome) -> Iterator[str]:
-    """Lines on what was written, and on where and why the run has ended early."""
+    """Lines on what failed, and on where and why the run has ended early."""
     yield from _explain_verdicts(RunFolder(outcome.folder))
-    yield f"report       {write_report(RunFolder.open(outcome.folder))}"
     yield f"talk to it   ostinato serve {outcome.folder}"
     if outcome.why in EXIT:
         yield f"{outcome.why} after step {outcome.step}; to go on: ostinato resume {outcome.folder}"

@@ -117,7 +117,9 @@ class Outcome:
 
         screen, data = Screen(), RunRows(RunFolder.open(self.folder)).read()
         screen.print(terminal_table(tabulate(data), screen.width))
-        say(f"adapter      {self.adapter}", f"page         ostinato report {self.folder}")
+        page = self.folder / "report.html"
+        report = page if page.exists() else f"ostinato report {self.folder}"
+        say(f"adapter      {self.adapter}", f"report       {report}")
 
 
 WORKERS = "ostinato.launch.workers"  # makes the samplers and trainers of a cluster
