@@ -151,9 +151,9 @@ def learn(
     ``data``, ``eval_data``: rows, as a list of dicts or a ``datasets.Dataset``, a dict of both by split, or a
     source by its name; without rows to evaluate on a tenth is held out. ``reward``: one function or several,
     with TRL's arguments. ``model`` and ``reward`` may be dicts of their sections. ``env``: a class.
-    ``agent``: as in docs/agents.md. ``loss``: as in ``algo.loss``. ``tools``: functions. ``on_step`` is called
-    with every row of metrics; True ends the run after that step. ``workers`` names the module that makes
-    samplers and trainers of a cluster, as ``launch.workers`` does.
+    ``agent``: as in docs/agents.md. ``loss``: as in ``algo.loss``. ``tools``: functions. ``on_step`` is
+    called with every row of metrics; True ends the run after that step. ``workers`` names the module that
+    makes samplers and trainers of a cluster, as ``launch.workers`` does.
 
     Raises ValueError for what is wrong with the recipe, before any work; RunFailed when the run cannot go on.
     """
