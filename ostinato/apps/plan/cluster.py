@@ -10,7 +10,7 @@ from ostinato.parallel.gpus import Gpu, gpu_named
 from ostinato.parallel.layout import Layout
 
 # also in README.md and docs/index.md
-ON_GPUS = "Tested on CPUs only: no GPU has run its code yet, and plans go by data sheets"
+ON_GPUS = "Tested on CPUs only. No GPU has run this code yet; the planner uses data sheets"
 PER_NODE = 8
 
 
