@@ -358,7 +358,9 @@ def report(
     mismatch: Annotated[
         bool, typer.Option("--mismatch", help="Print sampler against trainer; write nothing.")
     ] = False,
-    json: Annotated[bool, typer.Option("--json", help="With --mismatch: one JSON object.")] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object, with --mismatch of that; write nothing.")
+    ] = False,
     live: Annotated[bool, typer.Option("--live", help="Serve it; it grows with the run.")] = False,
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: the first free one from 7321 on.")] = 0,
     host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
@@ -367,10 +369,8 @@ def report(
     """What runs have come to: ten numbers here, all of it in report.html, which opens offline; or --live."""
     from ostinato.cli import report as commands
 
-    if json and not mismatch:
-        raise ValueError("--json is for report --mismatch; add --mismatch or drop --json")
-    if mismatch and (out or show or live):
-        raise ValueError("--mismatch prints and writes no file; drop --out, --open and --live")
+    if (json or mismatch) and (out or show or live):
+        raise ValueError("--json and --mismatch print and write no file; drop --out, --open and --live")
     if (mismatch or live) and len(runs) > 1:
         raise ValueError(f"--mismatch and --live are for one run; {len(runs)} are named")
     if live and out:
@@ -380,7 +380,7 @@ def report(
     elif live:
         commands.serve(runs[0], host, port, access(allowed_hosts, None), show=show)
     else:
-        commands.report(runs, out, show=show)
+        commands.report(runs, out, show=show, as_json=json)
 
 
 @app.command()

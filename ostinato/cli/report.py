@@ -3,46 +3,50 @@
 from __future__ import annotations
 
 import webbrowser
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from ostinato.access import Access, is_loopback
 from ostinato.model.named import model_folder
-from ostinato.observe.concerns import concerns
-from ostinato.observe.figures import commands, tabulate, verdict
+from ostinato.observe.concerns import concerns, list_checks
+from ostinato.observe.figures import commands, subtract_runs, tabulate, verdict
 from ostinato.observe.gap import compare_arms, describe_gap, summarise_gap
+from ostinato.observe.page import now, state
 from ostinato.observe.page import write_report as write
 from ostinato.observe.page.serve import open_page, open_server
 from ostinato.observe.rows import RunRows
+from ostinato.observe.samples import Samples
 from ostinato.render import Renderer
 from ostinato.run import RunFolder, to_json
 from ostinato.tables import terminal_table
 from ostinato.terminal import Screen, say
 
 
-def report(paths: Sequence[Path], out: Path | None = None, *, show: bool = False) -> None:
-    """Print what each run has come to, as the page begins; write the page, several runs side by side, and say
-    where; open it in a browser if ``show``."""
+def report(
+    paths: Sequence[Path], out: Path | None = None, *, show: bool = False, as_json: bool = False
+) -> None:
+    """Print what the runs have come to, as the page begins; write the page, several runs side by side, and
+    say where; open it in a browser if ``show``. ``as_json``: print what the page embeds but its curves."""
     runs = [RunFolder.open(path) for path in paths]
-    console = Screen()
-    for run in runs:
-        data = RunRows(run).read()
-        console.print(terminal_table(tabulate(data), console.width))
-        for sentence in sentences(data):
-            console.print(sentence, highlight=False, markup=False)
+    console, data = Screen(), [RunRows(run).read() for run in runs]
+    if as_json:
+        states = [{**now(one), "state": state(one, Samples(one.run.trajectories.path, None))} for one in data]
+        print(to_json({"runs": states, "between": list(subtract_runs(data))}))
+        return
+    console.print(terminal_table(tabulate(*data), console.width))
+    for one in data:
+        name = f"{one.name}: " if len(data) > 1 else ""
+        warnings = [f"{concern.level}: {concern.text}" for concern in concerns(one)]
+        for sentence in (verdict(one)[0], *warnings, f"Looked at: {list_checks(one)}."):
+            console.print(f"{name}{sentence}", highlight=False, markup=False)
+    advice = [f"{command}  ({what})" for what, command in commands(data[0])] if len(data) == 1 else []
+    for sentence in (*subtract_runs(data), *advice):
+        console.print(sentence, highlight=False, markup=False)
     path = write_report(*runs, out=out)
+    say("Answers before and after to the same prompts, charts and every setting are in this page:")
     say(str(path))
     if show:
         webbrowser.open(path.resolve().as_uri())
-
-
-def sentences(data: RunRows) -> Iterator[str]:
-    """Verdict, warnings, and what to do next."""
-    yield verdict(data)[0]
-    for concern in concerns(data):
-        yield f"{concern.level}: {concern.text}"
-    for what, command in commands(data):
-        yield f"{command}  ({what})"
 
 
 def serve(path: Path, host: str, port: int, access: Access, *, show: bool) -> None:
@@ -75,8 +79,8 @@ def print_mismatch(run: Path, *, as_json: bool = False) -> None:
 
 
 def write_report(*runs: RunFolder, out: Path | None = None) -> Path:
-    """The page with the tokenizer of the run's model, where it is on this machine."""
-    return write(runs, out, renderer=local_renderer(runs[0]))
+    """The page, of one run with the tokenizer of its model, where it is on this machine."""
+    return write(runs, out, renderer=local_renderer(runs[0]) if len(runs) == 1 else None)
 
 
 def local_renderer(run: RunFolder) -> Renderer | None:

@@ -7,15 +7,18 @@ calls, kept together here; entropy, gradient norm and truncation are left to the
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from ostinato.observe.figures import BASELINE, K3_NATS, finish, planned_steps, status, steps_text, tenth
+from ostinato.observe.costs import WASTE
+from ostinato.observe.figures import BASELINE, K3_NATS, finish, planned_steps, status, tenth
 from ostinato.observe.gap import arm_of, select_measured
-from ostinato.observe.rows import Row, RunRows, column, ends, mean, total
+from ostinato.observe.rows import Row, RunRows, column, ends, mean, names_under, total
 from ostinato.observe.stats import difference, estimate, number
+from ostinato.tables import NONE, Line, Table, figure_text
 
 ZERO_VARIANCE_SHARE = 0.5  # share of groups: half of the sampling taught nothing
 # Rounding may send a token to another expert and change its probability by a factor of e: a k3 of e - 2.
@@ -27,10 +30,7 @@ ESS_LEFT = 0.9
 COVERED = 0.999  # share of trained rows with a recorded route
 FAULT_SHARE = 0.01  # share of answers
 DRAFT_LOSS = 0.03  # share of the rollouts' time; smaller losses are within the estimate's error
-LOOKED_AT = (
-    "held-out score, faults, refused and empty steps, equal rewards, truncation, entropy, gradient norm, "
-    "sampler against trainer, collapse"
-)
+CHECKED = {"truncation": "completions/clipped_ratio", "entropy": "entropy", "gradient norm": "grad_norm"}
 
 
 class Level(StrEnum):
@@ -57,6 +57,17 @@ def concerns(data: RunRows) -> list[Concern]:
         *_check_drafts(rows),
     ]
     return sorted(all_concerns, key=lambda concern: list(Level).index(concern.level))
+
+
+def list_checks(data: RunRows) -> str:
+    """What the rules look at, with figures that no other number shows: means of the last and first tenth."""
+    texts = []
+    for name, key in CHECKED.items():
+        last, first = (mean(rows, key) for rows in (tenth(data.metrics), tenth(data.metrics, first=True)))
+        values = f" {figure_text(last)} (at first {figure_text(first)})"
+        texts.append(f"{name}{'' if last is None else values}")
+    checked = ", ".join(texts)
+    return f"{checked}, held-out score, faults, refused and empty steps, equal rewards, gap to the trainer"
 
 
 def _files(data: RunRows) -> Iterator[Concern]:
@@ -193,11 +204,16 @@ def _counted(rows: Sequence[Row]) -> Iterator[Concern]:
 
 
 def _check_drafts(rows: Sequence[Row]) -> Iterator[Concern]:
-    """Yield a concern if drafts made rollouts longer."""
-    saved, spent = total(tenth(rows), "draft/seconds_saved"), total(tenth(rows), "time/rollout_s")
-    if spent and saved < -DRAFT_LOSS * spent:
-        text = f"drafts made rollouts {-saved / spent:.0%} longer by the engine's estimate"
-        text = f"In {_name_span(tenth(rows))}, {text}; draft.enabled = false does without."
+    """Yield a concern if drafts made rollouts longer, by more than the estimates of single steps differ."""
+    last = rows[-max(8, len(tenth(rows))) :]
+    pairs = zip(column(last, "draft/seconds_saved"), column(last, "time/rollout_s"), strict=True)
+    losses = [-saved / spent for saved, spent in pairs if saved is not None and spent]
+    if len(losses) < 3:
+        return
+    loss, error = statistics.mean(losses), statistics.stdev(losses) / math.sqrt(len(losses))
+    if loss - 2 * error > DRAFT_LOSS:
+        text = f"drafts made rollouts {loss:.0%} longer by the engine's estimate"
+        text = f"In {_name_span(last)}, {text}; draft.enabled = false does without."
         yield Concern(Level.LOOK, text, "drafts")
 
 
@@ -283,3 +299,57 @@ def _summarize_failures(name: str, rows: Sequence[Row]) -> Failed:
         trace=str(shown.get("trace") or ""),
         answer=f"step {shown.get('step')}, prompt {shown.get('uid')}, completion {shown.get('completion')!r}",
     )
+
+
+# ---- faults
+
+EVENTS = {
+    "reward_workers": "in the processes that run rewards",
+    "rewards": "in one reward function, by answers",
+    "tools": "in the tools of episodes",
+}
+
+
+def count_faults(data: RunRows) -> Table:
+    """Counts of failed episodes, missing verdicts, faults, events, dropped groups and refused steps."""
+    rows = data.metrics
+    answers, groups = total(rows, "rollout/trajectories"), total(rows, "rollout/groups")
+    keys = sorted(key for key in set[str]().union(*rows) if key.partition("/")[0] in EVENTS)
+    faults = [
+        ("rollout/failed", "episodes failed", "ended in an error, not trained on", answers),
+        ("rollout/no_verdict", "answers without a verdict", "never scored as 0", answers),
+        *((f"faults/{name}", f"fault: {name}", "", answers) for name in names_under(rows, "faults/")),
+        *(
+            (key, f"event: {key}", EVENTS[key.partition("/")[0]], 0)
+            for key in keys
+            if key.rpartition("/")[2] not in ("mean", "std", "calls")  # statistics of rewards, no counts
+        ),
+        ("groups/dropped", "groups dropped", "not trained on", groups),
+        *(
+            (f"groups/dropped/{name}", f"dropped: {name}", WASTE.get(name, ""), groups)
+            for name in names_under(rows, "groups/dropped/")
+        ),
+        ("refused_step", "steps refused", "a loss or gradient was not finite", len(rows)),
+        ("empty_step", "steps with nothing to learn", "no sample was left", len(rows)),
+    ]
+    lines: list[Line] = []
+    for key, name, meaning, of in faults if rows else ():
+        count, steps = total(rows, key), steps_text(_find_steps(rows, key))
+        share = "" if not of else "< 0.1 %" if 0 < count / of < 0.001 else f"{100 * count / of:.1f} %"
+        lines.append((f"{name}\n{meaning}", f"{count:,.0f}", share, steps or NONE))
+    return Table(title="Faults", head=("count", "share", "in step"), rows=lines, words=("in step",))
+
+
+def steps_text(steps: Sequence[int], most: int = 3) -> str:
+    """The first ``most`` spans of steps, as in "3, 7, 9 to 12 and 4 more up to 61"; empty without steps."""
+    spans: list[list[int]] = []
+    for step in steps:
+        if spans and step == spans[-1][-1] + 1:
+            spans[-1].append(step)
+        else:
+            spans.append([step])
+    shown = ", ".join(
+        f"{span[0]} to {span[-1]}" if len(span) > 2 else ", ".join(map(str, span)) for span in spans[:most]
+    )
+    more = sum(len(span) for span in spans[most:])
+    return f"{shown} and {more} more up to {steps[-1]}" if more else shown

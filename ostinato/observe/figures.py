@@ -5,6 +5,7 @@ Functions of a ``RunRows``; every number is a text with its unit and its baselin
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import Counter
@@ -12,9 +13,10 @@ from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ostinato.every import Every, spent_in_steps
 from ostinato.lock import is_held
-from ostinato.observe.costs import WASTE
 from ostinato.observe.ledger import Event, Summary, summary
 from ostinato.observe.rows import (
     Row,
@@ -27,7 +29,7 @@ from ostinato.observe.rows import (
     names_under,
     total,
 )
-from ostinato.observe.stats import Estimate, difference, estimate, number
+from ostinato.observe.stats import Z95, Estimate, difference, estimate, number
 from ostinato.observe.timeline import Kind, Usage, pool_of
 from ostinato.tables import NONE, Line, Table, figure_text, seconds_text, si
 
@@ -51,6 +53,10 @@ def figures(data: RunRows, cost: Summary | None = None) -> list[Figure]:
     """The ten numbers, in the same order for every run; "-" for what is not known. ``cost``: the sums of its
     ledger."""
     rows, cost = data.metrics, cost or summary(data.logs["ledger"])
+    parts = sorted(cost.wall.items(), key=lambda item: -item[1])
+    wall = ", ".join(f"{name} {seconds_text(value)}" for name, value in parts if value >= 0.05)
+    sampled, trained = (cost.tokens.get(name, 0) for name in ("sampled", "trained"))
+    share = f"; {trained / sampled:.0%} of them trained on" if sampled else ""
     return [
         _summarize_held_out(data, "pass@1", "Held-out pass@1", "share of prompts"),
         _summarize_held_out(data, "reward", "Held-out reward", "mean per answer"),
@@ -58,24 +64,60 @@ def figures(data: RunRows, cost: Summary | None = None) -> list[Figure]:
         _measure_teaching(rows),
         _gap(rows),
         _steps(data, cost),
-        Figure("Time", seconds_text(sum(cost.wall.values())), _explain_wall(cost)),
-        _tokens(cost),
+        Figure(
+            "Time",
+            seconds_text(sum(cost.wall.values())),
+            f"wall clock of all processes: {wall}" if wall else "wall clock; no row in ledger.jsonl",
+        ),
+        Figure("Tokens", si(sampled), f"sampled{share}"),
         _training(rows, "tokens_per_s", "Speed", "sampled tokens per second of whole steps", ",.0f"),
         _cost(cost),
     ]
 
 
-def tabulate(data: RunRows) -> Table:
-    """The ten numbers for a terminal."""
-    lines = [(figure.name, figure.value, figure.note) for figure in figures(data)]
+def tabulate(first: RunRows, *others: RunRows) -> Table:
+    """The ten numbers for a terminal; of several runs a column each, with the units that they share."""
+    if others:
+        runs = (first, *others)
+        lines = []
+        for same in zip(*map(figures, runs), strict=True):
+            units = {figure.note.partition(";")[0].partition(":")[0] for figure in same}
+            unit = units.pop() if len(units) == 1 else ""
+            lines.append((f"{same[0].name}\n{unit}", *(figure.value for figure in same)))
+        return Table(title="runs", head=[run.name for run in runs], rows=lines)
+    lines = [(figure.name, figure.value, figure.note) for figure in figures(first)]
     note = "unit; what it is compared with"
-    return Table(title=data.name, head=("", note), rows=lines, words=(note,))
+    return Table(title=first.name, head=("", note), rows=lines, words=(note,))
+
+
+def subtract_runs(runs: Sequence[RunRows]) -> Iterator[str]:
+    """Yield, for each run but the first, its last pass@1 less the first one's, with a 95 % interval that is
+    paired by prompt; or why there is none."""
+    for run in runs[1:]:
+        names = f"{run.name} less {runs[0].name}"
+        last, first = ((data.evals or [{}])[-1] for data in (run, runs[0]))
+        if "prompts" not in last or last["prompts"] != first.get("prompts"):
+            yield f"{names}: they were not scored on the same held-out prompts, so nothing is subtracted."
+            continue
+        least = number(last, "k") or 1
+        pairs = zip(last["each"], first["each"], strict=True)
+        changes = np.array([c / n - d / m for (n, c), (m, d) in pairs if min(n, m) >= least])
+        error = Z95 * changes.std(ddof=1) / math.sqrt(len(changes)) if len(changes) > 1 else 0.0
+        change = float(changes.mean()) if len(changes) else math.nan
+        paired = Estimate(value=change, interval=(change - error, change + error) if error else None)
+        rules = "" if last["held_out"] == first["held_out"] else "; answered or judged by other rules"
+        steps = f"after steps {last['step']} and {first['step']}"
+        yield (
+            f"{names}, pass@1 {steps}: {paired.text('+.3f')} (paired by {len(changes)} prompts, 95 %{rules})."
+        )
 
 
 def _summarize_held_out(data: RunRows, key: str, name: str, unit: str) -> Figure:
     """The last held-out estimate under ``key``, with that before training and the change between them."""
     rows = data.evals
     before, after = (None if row is None else estimate(row, key) for row in ends(rows))
+    if key == "reward" and after is not None and has_one_score(rows):
+        return Figure(name, "as pass@1", f"{unit}; the same number, for every reward is 0 or 1")
     if after is None:
         baseline = f"; before training {before.text()}" if before else ""
         return Figure(name, NONE, f"{unit}; {'not measured yet' if before else NOT_MEASURED}{baseline}")
@@ -88,6 +130,15 @@ def _summarize_held_out(data: RunRows, key: str, name: str, unit: str) -> Figure
     if baseline and latest:  # one answer at temperature 0
         note += f"; greedy {baseline.value:.3f} before, {latest.value:.3f} now"
     return Figure(name, after.text(), note, _judge_change(change))
+
+
+def has_one_score(rows: Sequence[Row]) -> bool:
+    """Whether pass@1 and mean reward are the same number in every evaluation, as of rewards of 0 and 1."""
+    pairs = [(row, *names) for row in rows for names in (("pass@1", "reward"), ("stderr", "reward_stderr"))]
+    return all(
+        math.isclose(number(row, one) or 0.0, number(row, other) or 0.0, abs_tol=1e-9)
+        for row, one, other in pairs
+    )
 
 
 BASELINE = "the model before training was not measured (eval.at_start), so no gain can be stated"
@@ -157,19 +208,13 @@ def _steps(data: RunRows, cost: Summary) -> Figure:
     restarts = f"; started {cost.sessions} times" if cost.restarts else ""
     target = "until the budget is spent" if planned is None else f"of {planned} planned"
     target = "of a client's loop" if "tinker" in data.recipe else target
-    return Figure("Steps", f"{finished:,}", f"{target}{restarts}{repeated}")
-
-
-def _explain_wall(cost: Summary) -> str:
-    parts = sorted(cost.wall.items(), key=lambda item: -item[1])
-    shown = ", ".join(f"{name} {seconds_text(value)}" for name, value in parts if value >= 0.05)
-    return f"wall clock of all processes: {shown}" if shown else "wall clock; no row in ledger.jsonl"
-
-
-def _tokens(cost: Summary) -> Figure:
-    sampled, trained = (cost.tokens.get(name, 0) for name in ("sampled", "trained"))
-    share = f"; {trained / sampled:.0%} of them trained on" if sampled else ""
-    return Figure("Tokens", si(sampled), f"sampled{share}")
+    pace = "" if (seconds := mean(rows, "step_time")) is None else f"; {seconds_text(seconds)} a step"
+    cpu = (
+        ""
+        if (seconds := mean(rows, "time/cpu_s")) is None
+        else f", with {seconds:.3g} CPU seconds of its process"
+    )
+    return Figure("Steps", f"{finished:,}", f"{target}{restarts}{repeated}{pace}{cpu}")
 
 
 def _cost(cost: Summary) -> Figure:
@@ -193,8 +238,15 @@ def commands(data: RunRows) -> list[tuple[str, str]]:
     if data.metrics:
         suggestions += [("talk to it", f"ostinato serve {path}"), *show]
         suggestions += [("score it with more prompts", f"ostinato eval {path} eval.n=1000")]
+        scores = [score for score in column(data.evals, "pass@1") if score is not None]
+        is_rising = verdict(data)[1] == "good" and scores[-1] == max(scores)
+        if is_rising and finish(data) == "done" and (steps := planned_steps(data)):
+            going_on = f"ostinato resume {path} trainer.steps={2 * steps}"
+            suggestions.append(("train on, for its score was still rising", going_on))
         suggestions += (
-            [("see where it would end", f"ostinato scale fit {path}")] if len(data.evals) > 3 else []
+            [("see where it would end", f"ostinato scale fit {path}")]
+            if len(data.evals) > 5
+            else []  # a curve takes 5 after step 0
         )
     return suggestions
 
@@ -304,7 +356,8 @@ def describe(data: RunRows) -> list[Figure]:
     prompts_of_step = (
         f"{data.setting('rollout.prompts_per_step', '?')} prompts x {data.setting('rollout.group_size', '?')}"
     )
-    overrides = ", ".join(f"{k}={v}" for k, v in data.setting("algo", {}).items() if k != "name")
+    algo = data.setting("algo", {}).items()
+    overrides = ", ".join(f"{k}={v}" for k, v in algo if k != "name" and v not in ("", [], {}))
     rewards = ", ".join(data.setting("reward.functions", ()))
     mixture = [
         f"{task_mix['name']} x {task_mix.get('weight', 1):g}" for task_mix in data.setting("task.mix", ())
@@ -361,13 +414,15 @@ def _compare_main_set(data: RunRows) -> Iterator[Line]:
     yield _compare_line("pass@1\nshare of prompts", before, after, "pass@1")
     if (k := number(rows[-1], "k") or 1) > 1:
         yield _compare_line(f"pass@{k:.0f}\nshare of prompts", before, after, "pass@k")
-    yield _compare_line("mean reward\nper answer", before, after, "reward")
+    if not has_one_score(rows):
+        yield _compare_line("mean reward\nper answer", before, after, "reward")
     if greedy:
         first, last = ends(greedy)
         yield _compare_line(
             "pass@1, greedy\nshare of prompts, one answer at temperature 0", first, last, "pass@1"
         )
-        yield _compare_line("mean reward, greedy\nper answer, at temperature 0", first, last, "reward")
+        if not has_one_score(greedy):
+            yield _compare_line("mean reward, greedy\nper answer, at temperature 0", first, last, "reward")
     for name, key, form in (
         ("answer length\ntokens, mean", "completions/mean_length", ".1f"),
         ("truncated\nshare of answers", "completions/clipped_ratio", ".3f"),
@@ -427,62 +482,6 @@ def _describe_protocol(data: RunRows) -> str:
             f"own, as it is exported, the policy of step {exported.get('step')} has pass@1 {score.text()}."
         )
     return note
-
-
-EVENTS = {
-    "reward_workers": "in the processes that run rewards",
-    "rewards": "in one reward function, by answers",
-    "tools": "in the tools of episodes",
-}
-
-
-def count_faults(data: RunRows) -> Table:
-    """Counts of failed episodes, missing verdicts, faults, events, dropped groups and refused steps."""
-    rows = data.metrics
-    answers, groups = total(rows, "rollout/trajectories"), total(rows, "rollout/groups")
-    keys = sorted(key for key in set[str]().union(*rows) if key.partition("/")[0] in EVENTS)
-    faults = [
-        ("rollout/failed", "episodes failed", "ended in an error, not trained on", answers),
-        ("rollout/no_verdict", "answers without a verdict", "never scored as 0", answers),
-        *((f"faults/{name}", f"fault: {name}", "", answers) for name in names_under(rows, "faults/")),
-        *(
-            (key, f"event: {key}", EVENTS[key.partition("/")[0]], 0)
-            for key in keys
-            if key.rpartition("/")[2] not in ("mean", "std", "calls")  # statistics of rewards, no counts
-        ),
-        ("groups/dropped", "groups dropped", "not trained on", groups),
-        *(
-            (f"groups/dropped/{name}", f"dropped: {name}", WASTE.get(name, ""), groups)
-            for name in names_under(rows, "groups/dropped/")
-        ),
-        ("refused_step", "steps refused", "a loss or gradient was not finite", len(rows)),
-        ("empty_step", "steps with nothing to learn", "no sample was left", len(rows)),
-    ]
-    lines = [_count(rows, *fault) for fault in faults] if rows else []
-    return Table(title="Faults", head=("count", "share", "in step"), rows=lines, words=("in step",))
-
-
-def _count(rows: Sequence[Row], key: str, name: str, meaning: str, of: float) -> Line:
-    """The line of a fault: its sum over the rows, its share of ``of``, the steps it occurred in."""
-    count = total(rows, key)
-    steps = [int(row["step"]) for row, value in zip(rows, column(rows, key), strict=True) if value]
-    share = "" if not of else "< 0.1 %" if 0 < count / of < 0.001 else f"{100 * count / of:.1f} %"
-    return f"{name}\n{meaning}", f"{count:,.0f}", share, steps_text(steps) or NONE
-
-
-def steps_text(steps: Sequence[int], most: int = 3) -> str:
-    """The first ``most`` spans of steps, as in "3, 7, 9 to 12 and 4 more up to 61"; empty without steps."""
-    spans: list[list[int]] = []
-    for step in steps:
-        if spans and step == spans[-1][-1] + 1:
-            spans[-1].append(step)
-        else:
-            spans.append([step])
-    shown = ", ".join(
-        f"{span[0]} to {span[-1]}" if len(span) > 2 else ", ".join(map(str, span)) for span in spans[:most]
-    )
-    more = sum(len(span) for span in spans[most:])
-    return f"{shown} and {more} more up to {steps[-1]}" if more else shown
 
 
 LINES = 16  # workers with a line of their own; more are averaged by pool

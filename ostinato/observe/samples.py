@@ -215,9 +215,11 @@ def _describe_side(row: Row) -> dict[str, Any]:
     """One side of a pair, see ``Samples.pairs``."""
     text = "\n".join(str(turn.get("text") or "") for turn in row.get("turns") or ())
     messages = _prompt(row)["messages"]
-    prompt = {"uid": str(row["uid"]), "prompt": messages[-1]["content"] if messages else ""}
+    columns = row.get("columns") or {}
     return {
-        **prompt,
+        "uid": str(row["uid"]),
+        "prompt": messages[-1]["content"] if messages else "",
+        **({"answer": _clip(_text(columns["answer"]))} if "answer" in columns else {}),
         "step": row["step"],
         "text": _clip(text),
         "reward": row.get("reward"),

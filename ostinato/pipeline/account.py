@@ -59,7 +59,7 @@ class Clock:
     """
 
     def __init__(self, step: int = 0, unix: Callable[[], float] = time.time, worker: str = "trainer") -> None:
-        self.start = time.perf_counter()
+        self.start, self.cpu_start = time.perf_counter(), time.process_time()
         self.spans: list[Span] = []
         self.step, self._unix, self._worker = step, unix, worker
         self.seconds = {"rollout": 0.0, "reward": 0.0, "train": 0.0, "measure": 0.0}

@@ -161,14 +161,17 @@ async def evaluate_groups(
 
 
 def first_answer(group: Group) -> dict[str, Any]:
-    """Return what a row of eval.jsonl shows of a prompt: question, and first answer with its reward."""
+    """Return what a row of eval.jsonl shows of a prompt: question, right answer if the prompt's row has one,
+    and the policy's first answer with its reward."""
     prompt, trajectory = group.prompt, group.trajectories[0]
     question = prompt.text if prompt.messages is None else prompt.messages[-1].get("content")
     text = "\n".join(turn.completion.text for turn in trajectory.turns)
     reward = None if trajectory.reward is None else trajectory.reward.value
+    right = {"answer": str(prompt.columns["answer"])[:SHOWN_CHARACTERS]} if "answer" in prompt.columns else {}
     return {
         "uid": prompt.uid,
         "prompt": str(question or "")[:SHOWN_CHARACTERS],
+        **right,
         "text": text[:SHOWN_CHARACTERS],
         "reward": reward,
         "stop": str(trajectory.stop),
@@ -264,10 +267,10 @@ class Scores:
             work = {"tokens": tokens, "flops": {"eval": round(line["flops"])}}
             self.recorder.ledger.evaluation(0, "forgetting", line["seconds"], work)
             self.recorder.draw(1, self.recorder.new_spans(kept=False))
-            right = "" if line["right"] is None else f", {line['right']:.0%} right"
+            right = "" if line["right"] is None else f"; {line['right']:.0%} of the answers were right"
             logger.info(
-                f"forgetting: {len(line['rows'])} answers to {line['about']} are kept, "
-                f"of {line['questions']} questions{right}"
+                f"forgetting: the model was asked {line['questions']} questions of {line['about']}{right}. "
+                f"Training is watched by {len(line['rows'])} of its answers, which are scored again"
             )
 
     async def _score(self, evaluation: Evaluation, step: int, now: dict[str, float]) -> None:

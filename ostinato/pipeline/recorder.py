@@ -165,6 +165,7 @@ class StepRecorder:
         """Make metrics of the time of a step in which ``groups`` were played."""
         total, parts = clock.read()
         row = {"rollout/preempted": float(sum(map(len, recomputed_spans(groups)))), "step_time": total}
+        row["time/cpu_s"] = time.process_time() - clock.cpu_start  # of all threads of this process
         row["tokens/played"] = float(token_counts(groups)["sampled"])
         row["tokens_per_s"] = row["tokens/played"] / total
         for name, seconds in parts.items():

@@ -58,6 +58,8 @@ class Sigmoid:
 # narrow. The lag counts evaluations, not compute: runs are evaluated on a schedule.
 
 PARAMETERS = 3  # of the curve: A, B, C_mid
+FEWEST = 5  # evaluations after training began that a curve takes
+MORE = "train with eval.every=N, or add some: ostinato resume RUN trainer.steps=M eval.every=N"
 Z_90 = 1.6448536269514722  # the limit of student_90 for many degrees of freedom
 MEDIAN = 0.6744897501960817  # of |z|, z normal
 

@@ -9,12 +9,12 @@ from enum import StrEnum
 
 import numpy as np
 
+from ostinato.apps.scaling.curve import FEWEST
 from ostinato.apps.scaling.gates import Assessment, Standing, assess
 from ostinato.apps.scaling.posterior import Interval, Posterior, interval, posterior
 from ostinato.apps.scaling.series import Series
 
 ORIGINS = (0.5, 0.6, 0.7, 0.8)  # shares of the evaluations after which the rest is predicted
-FEWEST = 5  # evaluations before an origin
 CLEARLY = 0.7  # the error of the line has to be below this share of the posterior's
 
 

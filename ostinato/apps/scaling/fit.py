@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ostinato.apps.scaling.curve import PARAMETERS, Sigmoid, share, whiten
+from ostinato.apps.scaling.curve import FEWEST, MORE, PARAMETERS, Sigmoid, share, whiten
 from ostinato.apps.scaling.series import Series
 
 B_RANGE = (0.3, 8.0)
@@ -40,7 +40,8 @@ def fit(series: Series, *, rho: float = 0.0, sd: np.ndarray | float = 1.0) -> Fi
     """
     if len(series) < PARAMETERS:
         raise ValueError(
-            f"{series.name} has {len(series)} evaluations in the window; {PARAMETERS} parameters need as many"
+            f"{series.name} has {len(series)} of the {FEWEST} evaluations that a curve takes, in the window "
+            f"and after training began; {MORE}"
         )
     problem = _Problem.of(series, sd, rho)
     log_B, log_C_mid = problem.polish(problem.search())

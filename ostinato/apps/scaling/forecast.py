@@ -17,8 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from ostinato.apps.scaling.curve import FEWEST
 from ostinato.apps.scaling.decide import Action, Terms, decide
-from ostinato.apps.scaling.gates import FEWEST, REPORTED, Assessment, Standing, assess
+from ostinato.apps.scaling.gates import REPORTED, Assessment, Standing, assess
 from ostinato.apps.scaling.posterior import Posterior, posterior
 from ostinato.apps.scaling.series import Series, read_run
 from ostinato.config import ForecastSection, Recipe
@@ -115,10 +116,10 @@ def _add_abilities(row: dict[str, Any], run: RunFolder) -> dict[str, Any]:
     """Add to a row what is left of the abilities that are not trained: the other side of a gain."""
     if (abilities := abilities_left([*run.metrics.rows()])) is None:
         return row
-    words = f"abilities kept {abilities.text('.0%')}"
+    words = f"Of what it could do and is not trained on, {abilities.text('.0%')} is left"
     return row | {
         "kept": [abilities.value, *(abilities.interval or ())],
-        "sentence": f"{row['sentence']}; {words}",
+        "sentence": f"{row['sentence']}. {words}",
     }
 
 

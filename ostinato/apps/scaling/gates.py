@@ -9,12 +9,11 @@ from enum import StrEnum
 
 import numpy as np
 
-from ostinato.apps.scaling.curve import MEASURED, sd_from_steps, sd_of_mean
+from ostinato.apps.scaling.curve import FEWEST, MEASURED, MORE, sd_from_steps, sd_of_mean
 from ostinato.apps.scaling.fit import B_RANGE, Fit
 from ostinato.apps.scaling.posterior import LEVEL, Interval, Posterior, interval
 from ostinato.apps.scaling.series import Series
 
-FEWEST = 5  # evaluations for a forecast of three parameters
 Z = 3.0  # standard errors that a change has to exceed
 FALLS = 5  # successive falls, which noise alone has in one of 200 looks
 # Limits of an identified curve (reference back-tests: A is known to 0.02 from about 3 C_mid on): the least
@@ -48,7 +47,7 @@ class Flag(StrEnum):
 REFUSALS = {
     Flag.FALLING: "the scores have fallen below where they began; a rising curve says nothing about that",
     Flag.TAIL: "the last scores are below what had been reached; a rising curve says nothing about that",
-    Flag.FEW: f"fewer than {FEWEST} evaluations do not carry three parameters; measure more",
+    Flag.FEW: f"a curve takes {FEWEST} evaluations after training began; {MORE}",
     Flag.NO_GAIN: "the scores have not risen beyond their noise; there is no curve yet",
 }
 # not even an interval is reported: it would be that of a wrong model, or the prior's
@@ -94,7 +93,7 @@ def assess(posterior: Posterior) -> Assessment:
     )
     ratios = interval(posterior.series.compute[-1] / posterior.C_mid)
     A: Interval | None = interval(posterior.A)
-    standing, reason = _decide_standing(flags, ratios, A.width)
+    standing, reason = decide_standing(flags, ratios, A.width)
     if not SILENCING.isdisjoint(flags):
         A = None
     elif standing is Standing.NOT_IDENTIFIED:
@@ -102,7 +101,7 @@ def assess(posterior: Posterior) -> Assessment:
     return Assessment(standing=standing, reason=reason, flags=flags, ratio=ratios.median, A=A)
 
 
-def _decide_standing(flags: Sequence[Flag], ratios: Interval, width: float) -> tuple[Standing, str]:
+def decide_standing(flags: Sequence[Flag], ratios: Interval, width: float) -> tuple[Standing, str]:
     """Return the standing and its reason. ``ratios``: C_max / C_mid; ``width``: of the interval of A."""
     for flag, sentence in REFUSALS.items():
         if flag in flags:
@@ -110,14 +109,17 @@ def _decide_standing(flags: Sequence[Flag], ratios: Interval, width: float) -> t
     ratio = ratios.median
     progress = f"{ratio:.1f} C_mid" if UNSTEEP.isdisjoint(flags) else f"at least {ratios.low:.1f} C_mid"
     evidence = f"compute has reached {progress} and the 90 % interval of A is {width:.3f} wide"
-    if ratio < PROVISIONAL or width > PROVISIONAL_WIDTH:
-        requirement = f"{PROVISIONAL:g} C_mid and {PROVISIONAL_WIDTH:g}"
-        return Standing.NOT_IDENTIFIED, f"{evidence}; a provisional forecast needs {requirement}"
-    if ratio < IDENTIFIED or width > WIDTH or Flag.A_AT_BOUND in flags:
-        bound_note = ", with A at its bound" if Flag.A_AT_BOUND in flags else ""
-        requirement = f"{IDENTIFIED:g} C_mid and {WIDTH:g}"
-        return Standing.PROVISIONAL, f"{evidence}{bound_note}; {requirement} identify it"
-    return Standing.IDENTIFIED, evidence
+    standing, limits = Standing.NOT_IDENTIFIED, (PROVISIONAL, PROVISIONAL_WIDTH)
+    if ratio >= PROVISIONAL and width <= PROVISIONAL_WIDTH:
+        standing, limits = Standing.PROVISIONAL, (IDENTIFIED, WIDTH)
+    missing = [f"at least {limits[0]:g} C_mid"] * (ratio < limits[0])
+    missing += [f"a width of at most {limits[1]:g}"] * (width > limits[1])
+    if standing is Standing.PROVISIONAL:
+        missing += ["an A that is not at its bound"] * (Flag.A_AT_BOUND in flags)
+        if not missing:
+            return Standing.IDENTIFIED, evidence
+    goal = "a provisional forecast" if standing is Standing.NOT_IDENTIFIED else "an identified curve"
+    return standing, f"{evidence}; {goal} lacks {' and '.join(missing)}"
 
 
 def _is_steep(curve_posterior: Posterior) -> bool:

@@ -20,19 +20,19 @@ from pathlib import Path
 from typing import Any
 
 from ostinato.inputs import escape_surrogates, parse_json
-from ostinato.observe.concerns import LOOKED_AT, concerns, failed_rewards
+from ostinato.observe.concerns import concerns, count_faults, failed_rewards, list_checks
 from ostinato.observe.costs import cost_tables
 from ostinato.observe.figures import (
     commands,
     compare_plan,
     compare_scores,
-    count_faults,
     count_work,
     describe,
     figures,
     progress,
     status,
     steps_of,
+    subtract_runs,
     verdict,
 )
 from ostinato.observe.gap import compare_arms, describe_gap, gate, select_measured
@@ -55,16 +55,20 @@ PNG = b"\x89PNG\r\n\x1a\n"
 def write_report(
     runs: Sequence[RunFolder], out: Path | None = None, *, renderer: Renderer | None = None
 ) -> Path:
-    """Write the page of ``runs``, several of them side by side, to ``out`` (report.html in the first one's
-    folder) and return the path. Works for a run that goes on, was killed or never began.
+    """Write the page of ``runs``, several of them side by side, to ``out`` and return the path: by default
+    report.html in the folder of a run, and beside the first of several, whose own page stays. Works for a
+    run that goes on, was killed or never began.
 
     ``renderer`` is the tokenizer of the run's model: with it, sampled tokens are shown as text, one by one;
     without it, by their ids beside the text of the whole turn.
     """
-    path = out or runs[0].report
+    beside = runs[0].path.resolve().parent / f"report-{len(runs)}-runs.html"
+    path = out or (runs[0].report if len(runs) == 1 else beside)
+    rows = [RunRows(run).read() for run in runs]
     data: dict[str, Any] = {
         "written": f"{time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC",
-        "runs": [collect_data(RunRows(run).read(), Samples(run.trajectories.path, renderer)) for run in runs],
+        "runs": [collect_data(one, Samples(one.run.trajectories.path, renderer)) for one in rows],
+        "between": list(subtract_runs(rows)),
     }
     if len(runs) == 1:
         data["samples"] = Samples(runs[0].trajectories.path, renderer).packed()
@@ -147,7 +151,7 @@ def state(data: RunRows, samples: Samples) -> dict[str, Any]:
         "figures": [figure._asdict() for figure in figures(data, cost)],
         "verdict": {"text": sentence, "tone": tone},
         "concerns": [concern._asdict() for concern in concerns(data)],
-        "looked_at": LOOKED_AT,
+        "looked_at": list_checks(data),
         "commands": commands(data),
         "about": [figure._asdict() for figure in describe(data)],
         "tables": {part: [asdict(table) for table in part_tables] for part, part_tables in tables.items()},

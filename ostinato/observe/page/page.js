@@ -226,7 +226,7 @@
     if (!pairs.length) return make("p", "calm", "Answers of two steps are not recorded yet (log.trajectories_every).");
     const reward = (v) => (v === null || v === undefined ? "no verdict" : `reward ${+v.toFixed(3)}`);
     const side = (name, one) => make("div", "side", make("p", "role", `${name}, step ${one.step}: ${reward(one.reward)}${one.stop === "length" ? ", truncated" : ""}`), pre(one.text || "(nothing)"));
-    const asked = (one) => [make("p", "role", `prompt ${one.uid}`), pre(one.prompt)];
+    const asked = (one) => [make("p", "role", `prompt ${one.uid}${one.answer === undefined ? "" : `; right answer: ${one.answer}`}`), pre(one.prompt)];
     const cards = pairs.map(({ same, before, after }) => {
       const sides = [["before", before], ["after", after]].map(([name, one]) => { const made = side(name, one); if (!same) made.prepend(...asked(one)); return made; });
       return make("article", "card pair", ...(same ? asked(before) : []), make("div", "sides", ...sides));
@@ -244,17 +244,18 @@
     return [
       make("p", `answer-line ${state.verdict.tone}`, state.verdict.text),
       numbers,
-      state.concerns.length ? list : make("p", "calm", `No warnings. Looked at: ${state.looked_at}.`),
+      state.concerns.length ? list : make("p", "calm", "No warnings."),
+      make("p", "calm", `Looked at: ${state.looked_at}.`),
       make("section", "", make("h2", "", "Answers before and after"), pairsOf(state.pairs)),
       ...(state.commands.length ? [make("section", "", make("h2", "", "What to do next"), next)] : []),
     ];
   }
 
   // Ten numbers of several runs, a column for each.
-  function sideBySide(runs) {
+  function sideBySide(runs, between) {
     const names = runs[0].state.figures.map((one) => one.name), short = (one) => one.value;
     const rows = [["Verdict", ...runs.map((run) => run.state.verdict.text)], ...names.map((name, i) => [name, ...runs.map((run) => `${short(run.state.figures[i])}\n${run.state.figures[i].note}`)])];
-    return tableOf({ title: "Runs", head: runs.map((run) => `${run.name}\n${run.status.text}`), rows, note: "", words: runs.map((run) => `${run.name}\n${run.status.text}`) });
+    return tableOf({ title: "Runs", head: runs.map((run) => `${run.name}\n${run.status.text}`), rows, note: between.join(" "), words: runs.map((run) => `${run.name}\n${run.status.text}`) });
   }
 
   // ---- the timeline as gantt.js draws it
@@ -489,7 +490,7 @@
       at("name").textContent = `${runs.length} runs`;
       document.title = `${runs.length} runs · Ostinato`;
       at("status").hidden = true;
-      first.replaceChildren(sideBySide(runs));
+      first.replaceChildren(sideBySide(runs, data.between));
     } else {
       header(run());
       fillWith(first, ...firstScreen(run()));

@@ -272,6 +272,7 @@ def test_what_is_kept_is_written_again_byte_for_byte(kept: Path, tmp_path: Path)
         (["quickstart", "--leave-one-out"], "has no arms"),
         (["KEPT", "--leave-one-out"], "only fitted"),
         (["KEPT", "trainer.steps=3"], "only fitted"),
+        (["RUN", "RUN"], "two run folders are compared by: ostinato report "),
         (["KEPT", "--axis", "miles"], "--axis is 'miles'"),
         (["KEPT", "--axis", "money"], "does not count money"),
         (["nope"], "'nope' does not exist"),
@@ -285,6 +286,8 @@ def test_mistakes_are_one_sentence(
 ) -> None:
     (tmp_path / "broken.jsonl").write_text('{"step": 1}\n')
     named = {"KEPT": str(kept), "EMPTY": str(tmp_path), "BROKEN": str(tmp_path / "broken.jsonl")}
+    if "RUN" in arguments:
+        named["RUN"] = str(RunFolder.create(tmp_path / "run", "").path)
     assert exit_code(tmp_path, "ablate", *[str(named.get(each, each)) for each in arguments]) == 2
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 1

@@ -174,7 +174,10 @@ def test_a_run_that_is_given_twice_is_refused(long: Path, capsys: pytest.Capture
         (["fit", "LONG", "--score", "reward"], "no column 'reward'; its columns are compute, score"),
         (["fit", "LONG", "--series", "x"], "--series is 'x', and "),
         (["fit", "LONG", "--split", "test"], "--split is given, but "),
-        (["fit", "LONG", "--until", "1.5k"], "3 parameters need as many"),
+        (
+            ["fit", "LONG", "--until", "1.5k"],
+            "2 of the 5 evaluations that a curve takes, in the window and after training began; train with",
+        ),
         (["forecast", "LONG"], "give --at a compute or --target a score"),
         (["forecast", "LONG", "--target", "62"], "--target is 62; use a score between 0 and 1"),
         (["decide", "LONG", "--budget", "1k"], "budget is 1000 and 12700 of it are spent"),

@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from golden_run import golden, rows_of, score
 from hypothesis import given, settings
@@ -26,15 +27,16 @@ from ostinato.algo.algorithms import algorithm
 from ostinato.cli.app import app
 from ostinato.config import Recipe, dump_toml
 from ostinato.lock import LOCK
-from ostinato.observe.concerns import Level, concerns, unsolved
+from ostinato.observe.concerns import Level, concerns, count_faults, steps_text, unsolved
 from ostinato.observe.costs import cost_tables
 from ostinato.observe.figures import (
+    commands,
     compare_scores,
-    count_faults,
     figures,
     progress,
     status,
-    steps_text,
+    subtract_runs,
+    tabulate,
 )
 from ostinato.observe.gap import compare_arms, describe_gap, summarise_gap
 from ostinato.observe.ledger import summary
@@ -86,6 +88,46 @@ def test_the_ten_numbers_have_units_and_what_they_are_compared_with() -> None:
     assert found["Cost"].value == "0.12 USD" and "device-hours" in found["Cost"].note
     assert found["Speed"].value == "385" and "in the first tenth 25" in found["Speed"].note
     assert [one.value for one in figures(rows_of())][:5] == ["-"] * 5
+
+
+def test_seconds_of_a_step_stand_beside_its_cpu_seconds() -> None:
+    """A loaded machine made a run look 2.5 times dearer than it was, and nothing said so."""
+    rows = [row(step, step_time=16.0 + step, time__cpu_s=8.0) for step in (1, 2, 3)]
+    note = next(one.note for one in figures(rows_of(metrics=rows)) if one.name == "Steps")
+    assert note == "of 3 planned; 18.0 s a step, with 8 CPU seconds of its process"
+
+
+def test_rewards_of_zero_and_one_have_one_interval_and_no_second() -> None:
+    for reward, lines in ((0.7, 0), (0.71, 1)):
+        rows = [
+            score(0, 0.3, reward=0.3, reward_stderr=0.03),
+            score(9, 0.7, reward=reward, reward_stderr=0.03),
+        ]
+        data = rows_of(evals=rows)
+        shown = next(one for one in figures(data) if one.name == "Held-out reward")
+        assert ("[" in shown.value) == bool(lines) == ("mean reward" in cells(compare_scores(data)))
+        assert lines or shown.value == "as pass@1"
+
+
+def test_two_runs_are_subtracted_by_prompt_where_the_prompts_are_the_same() -> None:
+    each = [[[4, 0], [4, 2], [4, 4], [4, 1]], [[4, 1], [4, 4], [4, 4], [4, 2]]]
+    scored = [score(9, 0.5, prompts="p", held_out="a", each=some) for some in each]
+    runs = [rows_of(evals=[row], path=Path(name)) for name, row in zip("ab", scored, strict=True)]
+    error = 1.959964 * np.std([0.25, 0.5, 0, 0.25], ddof=1) / 2
+    interval = f"[{0.25 - error:+.3f}, {0.25 + error:+.3f}]"
+    sentence = f"b less a, pass@1 after steps 9 and 9: +0.250 {interval} (paired by 4 prompts, 95 %)."
+    assert list(subtract_runs(runs)) == [sentence]
+    other = rows_of(evals=[scored[1] | {"prompts": "q"}], path=Path("c"))
+    assert "not scored on the same held-out prompts" in next(subtract_runs([runs[0], other]))
+    table = cells(tabulate(*runs))
+    assert table["Held-out pass@1"] == ["0.500 [0.442, 0.558]"] * 2 and tabulate(*runs).head == ["a", "b"]
+
+
+def test_a_run_that_ended_while_its_score_rose_is_advised_to_go_on() -> None:
+    for last, is_advised in ((0.7, True), (0.31, False)):
+        data = rows_of(metrics=[row(step) for step in range(1, 41)], evals=[score(0, 0.3), score(40, last)])
+        advice = [command for _, command in commands(data)]
+        assert ("ostinato resume no-run trainer.steps=80" in advice) == is_advised
 
 
 def test_the_table_of_scores_names_k_tasks_and_what_is_missing() -> None:
@@ -148,6 +190,13 @@ def test_each_names_figure_and_step(change: dict[str, float], level: str, words:
     rows = [row(step, **(change if step > 36 else {})) for step in range(1, 41)]
     (found,) = concerns(rows_of(metrics=rows, evals=GAINED))
     assert found.level == level and words in found.text and found.about
+
+
+def test_drafts_that_cost_no_more_than_their_estimate_errs_raise_no_alarm() -> None:
+    """5 % of one step was a warning, and the steps before had gained as much."""
+    saved = [0.6, -0.7, 0.5, -0.6, 0.4, -0.5, 0.3, -1.0]
+    rows = [row(n + 1, draft__seconds_saved=one, time__rollout_s=10.0) for n, one in enumerate(saved)]
+    assert concerns(rows_of(metrics=rows, evals=GAINED)) == []
 
 
 def test_a_mean_over_few_tokens_raises_no_alarm() -> None:
@@ -313,6 +362,7 @@ def test_the_command_prints_the_same_ten_numbers_and_the_gap_alone(tmp_path: Pat
     assert shown.exit_code == 0, shown.output
     for one in figures(RunRows(run).read()):
         assert one.name in shown.stdout and one.value.split()[0] in shown.stdout
+    assert "Looked at: truncation " in shown.stdout and ", entropy " in shown.stdout
     assert "ostinato serve" in shown.stdout and "The run collapsed" in shown.stdout and run.report.exists()
     run.report.unlink()
     shown = CliRunner(env={"COLUMNS": "100"}).invoke(app, ["report", str(run.path), "--mismatch"])
@@ -320,13 +370,24 @@ def test_the_command_prints_the_same_ten_numbers_and_the_gap_alone(tmp_path: Pat
         assert words in shown.stdout
     reported = CliRunner().invoke(app, ["report", str(run.path), "--mismatch", "--json"])
     found = json.loads(reported.stdout)
+    numbers = json.loads(CliRunner().invoke(app, ["report", str(run.path), "--json"]).stdout)["runs"][0]
+    assert [one["name"] for one in numbers["state"]["figures"]] == [
+        one.name for one in figures(RunRows(run).read())
+    ]
+    assert "truncation 0." in numbers["state"]["looked_at"] and "rows" not in numbers
     assert [one["step"] for one in found["measured"]] == [1, 8] and found["alarms"][0]["step"] == 9
     assert not run.report.exists()
 
 
 @pytest.mark.parametrize(
     "more",
-    [["--json"], ["--mismatch", "--open"], ["--mismatch", "--out", "x.html"], ["--live", "--out", "x"]],
+    [
+        ["--json", "--live"],
+        ["--json", "--out", "x"],
+        ["--mismatch", "--open"],
+        ["--mismatch", "--out", "x.html"],
+        ["--live", "--out", "x"],
+    ],
 )
 def test_what_does_not_go_together_is_refused_by_name(tmp_path: Path, more: list[str]) -> None:
     refused = CliRunner().invoke(app, ["report", str(golden(tmp_path / "run", 1).path), *more])

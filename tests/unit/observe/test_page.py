@@ -77,8 +77,12 @@ def test_a_report_is_written_whatever_there_is(tmp_path: Path) -> None:
     assert local_renderer(empty) is None
     assert "</html>" in write_report([empty]).read_text(encoding="utf-8")
     empty.watch.append({"step": 1, "rule": "\ud83d", "sentence": "\ud83d"})
-    both = write_report([empty, golden(tmp_path / "run", 2)], tmp_path / "both.html")
+    run = golden(tmp_path / "run", 2)
+    own = write_report([run]).read_text(encoding="utf-8")
+    both = write_report([empty, run])  # several runs once overwrote the page of the first
+    assert both == tmp_path / "report-2-runs.html" and run.report.read_text(encoding="utf-8") == own
     data = json.loads(Tags(both.read_text(encoding="utf-8")).scripts[0])
+    assert "not scored on the same held-out prompts" in data["between"][0]
     assert [run["name"] for run in data["runs"]] == ["empty", "run"] and "samples" not in data
     assert [len(run["state"]["figures"]) for run in data["runs"]] == [10, 10]
 

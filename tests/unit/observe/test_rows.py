@@ -13,7 +13,8 @@ from pipeline_rows import step_row, step_spans
 from small_ledger import start
 
 from ostinato.config import Recipe, dump_toml
-from ostinato.observe.figures import count_faults, describe, figures
+from ostinato.observe.concerns import count_faults
+from ostinato.observe.figures import describe, figures
 from ostinato.observe.rows import RunRows, Tail, main_scores, thin_rows
 from ostinato.observe.stats import number
 from ostinato.run import Jsonl, RunFolder

@@ -112,6 +112,7 @@ def test_the_same_prompts_stand_side_by_side(tmp_path: Path) -> None:
     assert pair["same"] and pair["before"]["uid"] == pair["after"]["uid"] == "p1"
     assert (pair["before"]["step"], pair["after"]["step"]) == (1, 5)
     assert pair["before"]["text"] == "It is 5, says step 1." and pair["before"]["reward"] == 0.0
+    assert pair["before"]["answer"] == "7"
     assert pair["after"]["text"] == "It is 7, says step 5." and pair["after"]["prompt"].startswith("3 + 4?")
 
 

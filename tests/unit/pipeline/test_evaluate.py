@@ -98,6 +98,12 @@ def test_a_mixture_has_a_score_per_task() -> None:
     assert alone["n"] == 3 and "tasks" not in row(replace(evaluation, prompts=prompts(4)))
 
 
+def test_the_answers_that_are_shown_have_the_right_one_beside_them() -> None:
+    asked = [replace(prompts(1)[0], columns={"answer": 7}), replace(prompts(2)[1], columns={})]
+    shown = row(Evaluation(split="eval", prompts=asked, sampling=SAMPLING))["answers"]
+    assert shown[0]["answer"] == "7" and "answer" not in shown[1]
+
+
 def test_common_random_numbers() -> None:
     evaluation = Evaluation(split="eval", prompts=prompts(32), sampling=SAMPLING, seed=5)
     first, second = row(evaluation, step=0), row(evaluation, step=100)

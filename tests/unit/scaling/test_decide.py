@@ -10,8 +10,8 @@ import pytest
 from lab.scaling import published
 from ostinato.apps.scaling.curve import Sigmoid, simulate
 from ostinato.apps.scaling.decide import Action, Terms, decide, forecast, reach, verdict
-from ostinato.apps.scaling.gates import Assessment, Flag, Standing, assess
-from ostinato.apps.scaling.posterior import Posterior, posterior
+from ostinato.apps.scaling.gates import Assessment, Flag, Standing, assess, decide_standing
+from ostinato.apps.scaling.posterior import Interval, Posterior, posterior
 from ostinato.apps.scaling.series import Series, read_csv, series, simulate_series
 
 SCALERL = Sigmoid(R0=0.4, A=0.61, B=1.92, C_mid=2542.0)
@@ -44,7 +44,19 @@ def test_a_long_run_is_identified() -> None:
 def test_between_two_and_three_C_mid_a_forecast_is_provisional() -> None:
     found = assess(posterior(simulate_series(SCALERL, C * 0.65, seed=4)))
     assert found.standing is Standing.PROVISIONAL
-    assert "identify it" in found.reason
+    assert "an identified curve lacks" in found.reason
+
+
+def test_the_reason_names_the_requirement_that_is_missing() -> None:
+    """ "reached 3.0 C_mid ...; needs 2 C_mid and 0.15" read as passed, where the width alone had failed."""
+    ratios = Interval(low=2.5, median=3.0, high=3.5)
+    standing, reason = decide_standing((), ratios, 0.2)
+    assert standing is Standing.NOT_IDENTIFIED
+    assert reason.endswith("; a provisional forecast lacks a width of at most 0.15")
+    _, reason = decide_standing((), Interval(low=1.0, median=1.5, high=2.0), 0.2)
+    assert reason.endswith(" lacks at least 2 C_mid and a width of at most 0.15")
+    assert decide_standing((), ratios, 0.05)[0] is Standing.IDENTIFIED
+    assert decide_standing((Flag.A_AT_BOUND,), ratios, 0.05)[0] is Standing.PROVISIONAL
 
 
 @pytest.mark.parametrize("seed", range(5))

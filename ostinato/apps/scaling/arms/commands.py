@@ -79,6 +79,8 @@ def command(source: str, overrides: Sequence[str], study: Study, output: Output)
         )
     if not path.exists():
         raise ValueError(f"{source} is not there; name a folder of runs or a file that --collect wrote")
+    if any((Path(name) / "recipe.toml").is_file() for name in overrides):
+        raise ValueError(f"two run folders are compared by: ostinato report {' '.join([source, *overrides])}")
     if overrides or study != Study():
         raise ValueError(
             f"{source} holds runs that are only fitted; drop --leave-one-out, overrides, --arms, --seeds,"
