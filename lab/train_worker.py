@@ -37,7 +37,7 @@ from ostinato.pipeline.credit import assign
 from ostinato.protocols import Engine
 from ostinato.render import Renderer
 from ostinato.train.accumulate import Accumulator, Adam
-from ostinato.train.supervised import row_of, supervised
+from ostinato.train.supervised import make_row, supervised
 from ostinato.train.trainer import PolicyTrainer
 from ostinato.types import Group, Prompt, Request, Reward, Sampling, Trajectory, Turn
 
@@ -62,7 +62,7 @@ def supervise(task: Mapping[str, Any]) -> dict[str, Any]:
     )
     given = json.loads(Path(task["rows"]).read_text())
     ids = [np.array(row["input_ids"]) for row in given]
-    rows = [row_of(one, np.array(row["completion_mask"]) == 1) for one, row in zip(ids, given, strict=True)]
+    rows = [make_row(one, np.array(row["completion_mask"]) == 1) for one, row in zip(ids, given, strict=True)]
     step_s, step_tokens, losses = [], [], []
     for first in range(0, len(rows), 8):
         start = time.perf_counter()

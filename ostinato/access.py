@@ -14,7 +14,7 @@ from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 JSON = "application/json"
-READ = frozenset({"host", "origin", "content-type", "content-length", "transfer-encoding"})  # headers
+READ_HEADERS = frozenset({"host", "origin", "content-type", "content-length", "transfer-encoding"})  # headers
 
 
 @lru_cache(256)
@@ -36,14 +36,15 @@ class Access:
     origins: frozenset[str] = frozenset()
     types: frozenset[str] = frozenset({JSON})
 
-    def with_types(self, *types: str) -> Access:
+    def permit_types(self, *types: str) -> Access:
         """A copy that also permits bodies of further media types."""
         return replace(self, types=self.types | {*types})
 
-    def refusal(self, method: str, headers: Mapping[str, str], *, local: bool) -> tuple[int, str] | None:
+    def find_refusal(self, method: str, headers: Mapping[str, str], *, local: bool) -> tuple[int, str] | None:
         """(HTTP status, reason) for a refused request; None for a permitted one.
 
-        ``headers``: those in ``READ``, by lower-case name; ``local``: it listens on a loopback address.
+        ``headers``: those in ``READ_HEADERS``, by lower-case name; ``local``: the server listens on a
+        loopback address.
         """
         host = headers.get("host", "")
         if (local or self.hosts) and not self._is_own(host):
@@ -51,13 +52,16 @@ class Access:
         origin = headers.get("origin", "")
         if origin and not {"*", origin} & self.origins and urlsplit(origin).netloc != host:
             return 403, f"requests of the web page {origin!r} are refused; allow it: --origin"
-        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
         if (
             method in ("POST", "PUT", "PATCH", "DELETE")
             and ("transfer-encoding" in headers or headers.get("content-length", "0").strip("0") != "")
-            and kind not in self.types
+            and media_type not in self.types
         ):
-            return 415, f"the body is {kind or 'of no type'}; send it as Content-Type: {min(self.types)}"
+            return (
+                415,
+                f"the body is {media_type or 'of no type'}; send it as Content-Type: {min(self.types)}",
+            )
         return None
 
     def _is_own(self, host: str) -> bool:

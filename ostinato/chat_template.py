@@ -32,8 +32,29 @@ MAX_WIDTH = 10_000  # of an indentation, a truncated text
 # Filters that no chat template uses, and filters whose arguments are checked, as they can make a huge text.
 _NO_FILTERS = {"batch", "center", "filesizeformat", "format", "pprint", "random", "slice", "sum", "urlize"}
 _NO_FILTERS |= {"wordwrap", "xmlattr"}
-_CHECKED = {"capitalize", "e", "escape", "forceescape", "indent", "join", "lower", "replace", "round", "safe"}
-_CHECKED |= {"string", "striptags", "title", "tojson", "trim", "truncate", "upper", "urlencode", "wordcount"}
+_CHECKED_FILTERS = {
+    "capitalize",
+    "e",
+    "escape",
+    "forceescape",
+    "indent",
+    "join",
+    "lower",
+    "replace",
+    "round",
+    "safe",
+}
+_CHECKED_FILTERS |= {
+    "string",
+    "striptags",
+    "title",
+    "tojson",
+    "trim",
+    "truncate",
+    "upper",
+    "urlencode",
+    "wordcount",
+}
 _NO_METHODS = {"center", "encode", "expandtabs", "ljust", "rjust", "to_bytes", "translate", "zfill"}
 _WIDE = re.compile(r"%[^a-zA-Z%]*([0-9]{4}|\*)|\{[^}]*([0-9]{4}|\{)")  # a width in a format
 
@@ -77,24 +98,24 @@ def _explain_error(error: Exception) -> str:
     return str(error).partition("\n")[0] or type(error).__name__
 
 
-class _Counted(Context):
+class _CountedContext(Context):
     """The names of one rendering, with its use of rounds and seconds."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
-        self._rounds, self._until = 0, time.thread_time() + MAX_SECONDS
+        self._rounds, self._deadline = 0, time.thread_time() + MAX_SECONDS
 
     def count(self) -> None:
         """Count one round of a loop or one call. Raises SecurityError beyond a limit."""
         self._rounds += 1
         if self._rounds > MAX_ROUNDS:
             raise SecurityError(f"it has taken {MAX_ROUNDS} rounds")
-        if self._rounds % 64 == 0 and time.thread_time() > self._until:
+        if self._rounds % 64 == 0 and time.thread_time() > self._deadline:
             raise SecurityError(f"it has taken {MAX_SECONDS:g} s")
 
 
 class _Generation(Extension):
-    """{% generation %} marks the assistant's text in some templates; here it only shows its content."""
+    """{% generation %}, which marks the assistant's text in some templates, writes its content alone."""
 
     tags = {"generation"}  # noqa: RUF012  as jinja2 declares it
 
@@ -105,7 +126,7 @@ class _Generation(Extension):
 
 class _Environment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"+", "*", "**", "%"})
-    context_class = _Counted
+    context_class = _CountedContext
 
     def __init__(self, now: datetime) -> None:
         super().__init__(
@@ -116,11 +137,11 @@ class _Environment(ImmutableSandboxedEnvironment):
         )
         filters = {**self.filters, "tojson": _to_json}
         self.filters = {
-            name: _checked(name, filter_) if name in _CHECKED else filter_
+            name: _guard_filter(name, filter_) if name in _CHECKED_FILTERS else filter_
             for name, filter_ in filters.items()
             if name not in _NO_FILTERS
         }
-        self.filters |= {"counted": _counted, "joined": _concat}
+        self.filters |= {"counted": _count_items, "joined": _concat}
         del self.globals["lipsum"]
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = lambda form: now.strftime(_check_width(form))
@@ -147,7 +168,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "+":
-            _check(sum(len(side) for side in (left, right) if isinstance(side, Sized)))
+            _check_size(sum(len(side) for side in (left, right) if isinstance(side, Sized)))
         elif operator == "*":
             _check_product(left, right)
         elif operator == "**" and not (abs(left) < 1 << 32 and abs(right) <= 64):
@@ -163,7 +184,7 @@ class _Environment(ImmutableSandboxedEnvironment):
             _check_replace(text, *given)
         elif isinstance(text, str) and called.__name__ == "join" and given:
             given = (_check_nested([*given[0]]),)
-            _check(len(text) * len(given[0]))
+            _check_size(len(text) * len(given[0]))
         return super().call(context, called, *given, **named)
 
 
@@ -191,24 +212,24 @@ def _wrap_join(node: nodes.Concat) -> nodes.Filter:
 
 
 @pass_context
-def _counted(context: _Counted, items: Iterable[Any]) -> Iterator[Any]:
-    """Yield ``items``, counting a round for each."""
+def _count_items(context: _CountedContext, items: Iterable[Any]) -> Iterator[Any]:
+    """Yield ``items``, and count a round for each. Raises SecurityError beyond a limit."""
     for item in items:
         context.count()
         yield item
 
 
 def _concat(pieces: Iterable[Any]) -> str:
-    """The joined texts of ``pieces``, bounded."""
+    """The joined texts of ``pieces``. Raises SecurityError for a text beyond MAX_CHARS."""
     texts, length = list[str](), 0
     for piece in pieces:
         texts.append(str(_check_nested(piece)))
         length += len(texts[-1])
-        _check(length)
+        _check_size(length)
     return "".join(texts)
 
 
-def _check(size: int) -> None:
+def _check_size(size: int) -> None:
     """Raises SecurityError for a text or list larger than MAX_CHARS."""
     if size > MAX_CHARS:
         raise SecurityError(f"it makes a text or list of {size}; {MAX_CHARS} are the most")
@@ -222,13 +243,13 @@ def _check_product(left: Any, right: Any) -> None:
         return
     sizes = [len(side) if isinstance(side, Sized) else side for side in (left, right)]
     if all(isinstance(size, int) for size in sizes):
-        _check(sizes[0] * sizes[1])
+        _check_size(sizes[0] * sizes[1])
 
 
 def _check_replace(text: str, old: str = "", new: str = "", *_: Any) -> None:
     """Raises SecurityError if ``text.replace(old, new)`` could be too long."""
-    times = text.count(old) if isinstance(old, str) else 0
-    _check(len(text) + times * len(new))
+    num_matches = text.count(old) if isinstance(old, str) else 0
+    _check_size(len(text) + num_matches * len(new))
 
 
 def _check_width(form: str) -> str:
@@ -239,16 +260,17 @@ def _check_width(form: str) -> str:
 
 
 def _check_nested(value: Any) -> Any:
-    """``value`` itself. Raises SecurityError if its text is too large, also where a list repeats another."""
+    """``value`` itself. Raises SecurityError if its text is too large or has too many values; a list that
+    occurs several times counts each time."""
     if not isinstance(value, Mapping | list | tuple):
         return value
-    size, values, pending = 0, 0, [value]
+    size, num_values, pending = 0, 0, [value]
     while pending:
         item = pending.pop()
         size += len(item) if isinstance(item, Sized) else 1
-        values += 1
-        _check(size)
-        if values > MAX_VALUES:
+        num_values += 1
+        _check_size(size)
+        if num_values > MAX_VALUES:
             raise SecurityError(f"it writes a list of over {MAX_VALUES} values")
         if isinstance(item, Mapping):
             pending += [*item.keys(), *item.values()]
@@ -257,12 +279,12 @@ def _check_nested(value: Any) -> Any:
     return value
 
 
-def _checked(name: str, filter_: Callable[..., Any]) -> Callable[..., Any]:
+def _guard_filter(name: str, filter_: Callable[..., Any]) -> Callable[..., Any]:
     """The filter, with a check of its arguments that raises SecurityError for too large a result."""
     index = int(hasattr(filter_, "jinja_pass_arg"))  # index of the value: behind jinja2's own argument
 
     @wraps(filter_)
-    def checked(*given: Any, **named: Any) -> Any:
+    def call_checked(*given: Any, **named: Any) -> Any:
         value, options = given[index], (*given[index + 1 :], *named.values())
         if isinstance(value, Iterator):
             value = list(value)
@@ -273,10 +295,10 @@ def _checked(name: str, filter_: Callable[..., Any]) -> Callable[..., Any]:
             _check_replace(str(value), *(str(option) for option in options[:2]))
         elif name in ("indent", "join", "tojson"):
             size = len(value) if isinstance(value, Sized) else 1
-            _check(size * sum(len(option) for option in options if isinstance(option, str)))
+            _check_size(size * sum(len(option) for option in options if isinstance(option, str)))
         return filter_(*given[:index], value, *given[index + 1 :], **named)
 
-    return checked
+    return call_checked
 
 
 def _to_json(

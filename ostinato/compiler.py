@@ -56,15 +56,17 @@ class NativeCode:
 
 
 def build(code: NativeCode, warn: Callable[[str], None] = warnings.warn) -> Path:
-    """The compiled library, built if this machine has not built this source before, or (one line to ``warn``)
-    if its file is damaged. Raises BuildError."""
+    """The compiled library, built if this machine has not built this source before or if its file is damaged.
+    ``warn`` gets a line about a damaged file, and about a folder that others could write to, whose libraries
+    are deleted. Raises BuildError without Linux or macOS, a compiler or a private folder, and for a failed
+    build."""
     if platform.system() not in SYSTEMS:
         raise BuildError(f"native {code.name} are built on Linux and macOS, this is {platform.system()}")
-    compiler = find()
+    compiler = find_compiler()
     if compiler is None:
         raise BuildError("no C++ compiler (g++, c++ or clang++) was found; install one for faster sampling")
     try:
-        library = cache_folder() / "native" / f"{code.name}-{_fingerprint(code, compiler)}.so"
+        library = cache_folder() / "native" / f"{code.name}-{_compute_fingerprint(code, compiler)}.so"
     except (OSError, ValueError) as error:  # no home, and no folder in its place
         raise BuildError(str(error)) from error
     if _find_flaw(library) is None:
@@ -85,8 +87,9 @@ def build(code: NativeCode, warn: Callable[[str], None] = warnings.warn) -> Path
     return library
 
 
-def find() -> str | None:
-    """The compiler: g++ first, since on Linux clang's OpenMP is not the one that torch brings."""
+def find_compiler() -> str | None:
+    """The path of the compiler, None without one: g++ first, since on Linux clang's OpenMP is not the one
+    that torch brings."""
     return next((path for name in ("g++", "c++", "clang++") if (path := shutil.which(name))), None)
 
 
@@ -101,7 +104,8 @@ def load(
 
 
 def _find_flaw(library: Path) -> str | None:
-    """The reason why the file cannot be loaded; empty for a missing file, None for a good one."""
+    """The reason why the file cannot be loaded; empty for a missing or unreadable file, None for a good
+    one."""
     try:
         # refuses links, and does not wait on pipes
         descriptor = os.open(library, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -110,10 +114,12 @@ def _find_flaw(library: Path) -> str | None:
     except OSError as error:
         return f"cannot be opened ({error.strerror})"
     try:
-        facts = os.fstat(descriptor)
-        if not stat.S_ISREG(facts.st_mode):
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
             return "is no file"
-        if reason := find_distrust(facts, os.geteuid()) or find_distrust(library.parent.stat(), os.geteuid()):
+        if reason := find_distrust(status, os.geteuid()) or find_distrust(
+            library.parent.stat(), os.geteuid()
+        ):
             return reason
         with open(descriptor, "rb", closefd=False) as file:
             return None if _is_sealed(file.read()) else "is damaged"
@@ -128,17 +134,17 @@ def _is_sealed(content: bytes) -> bool:
 
 
 def _make_private(folder: Path, warn: Callable[[str], None]) -> None:
-    """Make the folder if missing; make it private and empty if others could write to it. Raises OSError, and
-    BuildError if it is another user's."""
+    """Make the folder if it is missing. If others could write to it, make it private, delete its libraries
+    and warn. Raises OSError, and BuildError if it is another user's."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    facts = folder.stat()
-    if not (reason := find_distrust(facts, os.geteuid())):
+    status = folder.stat()
+    if not (reason := find_distrust(status, os.geteuid())):
         return
-    if facts.st_uid != os.geteuid():
+    if status.st_uid != os.geteuid():
         raise BuildError(
             f"{folder}, where native code is kept, {reason}; set XDG_CACHE_HOME to your own folder"
         )
-    folder.chmod(stat.S_IMODE(facts.st_mode) & ~(stat.S_IWGRP | stat.S_IWOTH))
+    folder.chmod(stat.S_IMODE(status.st_mode) & ~(stat.S_IWGRP | stat.S_IWOTH))
     for library in folder.glob("*.so"):
         library.unlink(missing_ok=True)
     warn(f"native code is compiled again, since {folder} {reason}; it is yours alone now")
@@ -146,8 +152,8 @@ def _make_private(folder: Path, warn: Callable[[str], None]) -> None:
 
 @contextmanager
 def _lock_folder(folder: Path, limit_s: float) -> Iterator[None]:
-    """Hold a lock on the folder, so that workers that start together compile once. After ``limit_s`` goes on
-    without it, as a stopped process may hold it."""
+    """Hold a lock on the folder, so that workers that start together compile once. After ``limit_s`` seconds
+    the block runs without the lock, since a stopped process may hold it."""
     deadline = time.monotonic() + limit_s
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -161,13 +167,13 @@ def _lock_folder(folder: Path, limit_s: float) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _fingerprint(code: NativeCode, compiler: str) -> str:
+def _compute_fingerprint(code: NativeCode, compiler: str) -> str:
     """Sixteen hex digits over source, flags, compiler and processor (``-march=native``)."""
     digest = hashlib.sha256(_SEAL)
     for file in (*(code.folder / name for name in code.sources), *sorted(code.folder.glob("*.h"))):
         digest.update(file.read_bytes())
     digest.update(" ".join(code.flags).encode())
-    digest.update(_run([compiler, "--version"]).encode())
+    digest.update(_run_command([compiler, "--version"]).encode())
     lines = processor().splitlines()
     digest.update(
         "".join(line for line in lines if line.startswith(("flags", "model name", "Features"))).encode()
@@ -185,19 +191,21 @@ def _compile(code: NativeCode, compiler: str, library: Path) -> None:
             for name, object_file in zip(code.sources, objects, strict=True)
         ]
         with ThreadPoolExecutor(os.cpu_count()) as pool:  # a user's first start waits for it
-            list(pool.map(_run, commands))
-        built = Path(folder) / library.name
-        _run([compiler, "-shared", *_LINK.get(platform.system(), ()), *objects, "-o", str(built)])
-        linked = built.read_bytes()
-        built.write_bytes(linked + _SEAL + hashlib.sha256(linked).digest())
-        built.chmod(0o700)  # whatever the umask: what others may write is not loaded
-        sync(built)
-        os.replace(built, library)
+            list(pool.map(_run_command, commands))
+        temporary_library = Path(folder) / library.name
+        _run_command(
+            [compiler, "-shared", *_LINK.get(platform.system(), ()), *objects, "-o", str(temporary_library)]
+        )
+        content = temporary_library.read_bytes()
+        temporary_library.write_bytes(content + _SEAL + hashlib.sha256(content).digest())
+        temporary_library.chmod(0o700)  # whatever the umask: what others may write is not loaded
+        sync(temporary_library)
+        os.replace(temporary_library, library)
     sync(library.parent)
 
 
-def _run(command: list[str]) -> str:
-    """The standard output of the command. Raises BuildError if it fails."""
+def _run_command(command: list[str]) -> str:
+    """The standard output of the command. Raises BuildError if it fails, is missing or takes too long."""
     try:
         result = subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=BUILD_LIMIT_S

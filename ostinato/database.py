@@ -32,12 +32,12 @@ class Database:
     answer."""
 
     def __init__(self, connection: sa.Connection) -> None:
-        self._connection, self._turn = connection, threading.RLock()
+        self._connection, self._lock = connection, threading.RLock()
         self.in_file = connection.dialect.name == "sqlite"
 
     def rows(self, statement: sa.Executable) -> Sequence[Any]:
         """All rows of a SELECT or a RETURNING."""
-        with self._turn, _translate_errors():
+        with self._lock, _translate_errors():
             return self._connection.execute(statement).all()
 
     def scalar(self, statement: sa.Executable) -> Any:
@@ -47,16 +47,18 @@ class Database:
 
     def change(self, statement: sa.Executable) -> int:
         """Run an UPDATE or DELETE; returns the number of changed rows."""
-        with self._turn, _translate_errors():
+        with self._lock, _translate_errors():
             return self._connection.execute(statement).rowcount
 
     def insert(self, table: sa.Table, rows: Sequence[Row]) -> None:
+        """Insert the rows, if there are any."""
         if rows:
-            with self._turn, _translate_errors():
+            with self._lock, _translate_errors():
                 self._connection.execute(table.insert(), rows)
 
     def put(self, table: sa.Table, row: Row, update: Sequence[str] = ()) -> None:
-        """Insert a row; if its primary key exists, change the columns ``update`` of the existing row."""
+        """Insert a row. If its primary key exists, change the columns ``update`` of the existing row instead;
+        without such columns the row stays as it is."""
         same_key = sa.and_(*(column == row[column.name] for column in table.primary_key))
         with self.transaction():
             if self.scalar(sa.select(sa.func.count()).select_from(table).where(same_key)) == 0:
@@ -68,7 +70,7 @@ class Database:
     def transaction(self) -> Iterator[None]:
         """Commit all calls of the block, or none if it raises; in a file, without other writers in
         between."""
-        with self._turn:
+        with self._lock:
             self.command("BEGIN IMMEDIATE" if self.in_file else "BEGIN")
             try:
                 yield
@@ -79,12 +81,13 @@ class Database:
                 raise
 
     def command(self, text: str) -> None:
-        with self._turn, _translate_errors():
+        """Run a statement in the database's own SQL, without a result."""
+        with self._lock, _translate_errors():
             self._connection.exec_driver_sql(text).close()
 
-    def make(self, tables: sa.MetaData, first: Mapping[sa.Table, Sequence[Row]]) -> None:
-        """Make missing tables with their ``first`` rows, all at once. Raises ValueError if an existing table
-        lacks a column."""
+    def make(self, tables: sa.MetaData, first_rows: Mapping[sa.Table, Sequence[Row]]) -> None:
+        """Make missing tables, in one transaction, and insert their ``first_rows``; tables that exist get no
+        rows. Raises ValueError if an existing table lacks a column."""
         with self.transaction():
             if not self.in_file:
                 self.rows(sa.select(sa.func.pg_advisory_xact_lock(LOCK)))
@@ -100,11 +103,11 @@ class Database:
                                 "program made it, or an older version"
                             )
                 tables.create_all(self._connection)
-            for table, rows in first.items():
+            for table, rows in first_rows.items():
                 self.insert(table, () if table.name in existing else rows)
 
     def close(self) -> None:
-        with self._turn, suppress(exc.SQLAlchemyError):  # a connection that is gone
+        with self._lock, suppress(exc.SQLAlchemyError):  # a connection that is gone
             self._connection.close()
 
 
@@ -113,42 +116,43 @@ def open_database(
     tables: sa.MetaData,
     what: str,
     *,
-    first: Mapping[sa.Table, Sequence[Row]] | None = None,
+    first_rows: Mapping[sa.Table, Sequence[Row]] | None = None,
     durable: bool = False,
 ) -> Database:
     """A database in the file ``where`` (made if missing, with its folder), at an address postgresql://..., or
-    in memory (None). ``what``: its name in errors, "a store of feedback"; ``first``: rows of new tables.
+    in memory (None). ``what``: its name in errors, "a store of feedback"; ``first_rows``: rows of new tables.
 
     ``durable``: committed data survives a power cut, not only a kill, and deleted data is erased from the
     file. Raises ValueError for a file that is something else or cannot be made, a wrong address, or without
     psycopg; Unavailable for a server that does not answer."""
     text = "" if where is None else str(where)
-    server = text.startswith(("postgresql://", "postgres://"))
+    is_server = text.startswith(("postgresql://", "postgres://"))
     try:
         with _translate_errors():
-            database = Database(_engine(text, server).connect())
+            database = Database(_make_engine(text, is_server).connect())
         try:
-            if not server:
+            if not is_server:
                 for pragma in ("journal_mode=WAL", f"synchronous={'FULL' if durable else 'NORMAL'}"):
                     database.command(f"PRAGMA {pragma}")
                 database.command(f"PRAGMA secure_delete={'ON' if durable else 'OFF'}")
-            database.make(tables, first or {})
+            database.make(tables, first_rows or {})
             return database
         except BaseException:
             database.close()
             raise
     except (exc.SQLAlchemyError, ValueError, OSError) as error:
-        if server and isinstance(error, Unavailable):
+        if is_server and isinstance(error, Unavailable):
             raise
-        name = "the address" if server else text  # which may hold a password
+        name = "the address" if is_server else text  # which may hold a password
         raise ValueError(
             f"{name} cannot be opened as {what} ({_quote_driver(error)}); give another one"
         ) from error
 
 
-def _engine(text: str, server: bool) -> sa.Engine:
-    """An engine whose statements commit by themselves, outside of BEGIN."""
-    if server:
+def _make_engine(text: str, is_server: bool) -> sa.Engine:
+    """An engine whose statements commit by themselves, outside of BEGIN. Makes the folder of a file. Raises
+    ValueError for an address of another kind, and without psycopg."""
+    if is_server:
         url = sa.make_url(text).set(drivername="postgresql+psycopg")
         options: dict[str, Any] = {"connect_timeout": 10}
     elif "://" in text:

@@ -70,16 +70,16 @@ class Every:
 
     def times(self, spent: Mapping[str, float]) -> int:
         """Number of times the amount has been spent (``spent_in_steps``)."""
-        return math.floor(self._of(spent) / self.amount) if self.amount else 0
+        return math.floor(self._read_spent(spent) / self.amount) if self.amount else 0
 
     def share(self, spent: Mapping[str, float]) -> float:
         """Share of the amount that has been spent; 0 for never."""
-        return self._of(spent) / self.amount if self.amount else 0.0
+        return self._read_spent(spent) / self.amount if self.amount else 0.0
 
     def part(self, share: float) -> Every:
         return replace(self, amount=share * self.amount)
 
-    def _of(self, spent: Mapping[str, float]) -> float:
+    def _read_spent(self, spent: Mapping[str, float]) -> float:
         match self.unit:
             case Axis.HOURS:
                 return spent.get("seconds", 0.0) / 3600

@@ -8,5 +8,6 @@ class NamedFailure(RuntimeError):
 
 
 class Lost(NamedFailure):
-    """A process or a machine that the run needs is gone, or gets on no more. Nothing has to be changed before
-    the run is resumed: ``--restarts`` does it, other failures need a person."""
+    """A process or a machine that the run needs is gone, or makes no progress any more. The run can be
+    resumed without a change, as ``--restarts`` does; after other failures a person has to change
+    something."""

@@ -23,20 +23,20 @@ logger = logging.getLogger(__name__)
 
 def atomic_write(path: Path, content: str | bytes | Callable[[Path], object]) -> None:
     """Replace ``path`` by ``content``: text (UTF-8, lone surrogates escaped), bytes, or a function
-    that writes the file at the path it is given.
+    that writes the file at the path it is given. The folder is made if it is missing.
 
     Any failure (a full disk, an exception of the function) leaves the old file and no litter, and is raised.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     except OSError as error:
         error.filename = str(path)  # not the name of what was to be moved there
         raise
-    os.close(handle)
+    os.close(descriptor)
     temporary = Path(name)
     try:
-        with naming(path):
+        with name_file_in_errors(path):
             if isinstance(content, str):
                 temporary.write_bytes(escape_surrogates(content).encode())
             elif isinstance(content, bytes):
@@ -44,7 +44,7 @@ def atomic_write(path: Path, content: str | bytes | Callable[[Path], object]) ->
             else:
                 content(temporary)
             sync(temporary)
-        temporary.chmod(0o666 & ~umask())  # mkstemp's 0600 would lock out a shared run folder
+        temporary.chmod(0o666 & ~read_umask())  # mkstemp's 0600 would lock out a shared run folder
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -52,8 +52,8 @@ def atomic_write(path: Path, content: str | bytes | Callable[[Path], object]) ->
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Add ``path`` to an OSError without a file name, for the user who has to free the disk."""
+def name_file_in_errors(path: Path) -> Iterator[None]:
+    """Add ``path`` to an OSError of the block that has no file name: a user has to free that disk."""
     try:
         yield
     except OSError as error:
@@ -61,7 +61,7 @@ def naming(path: Path) -> Iterator[None]:
         raise
 
 
-def remedy(error: Exception) -> str:
+def find_remedy(error: Exception) -> str:
     """Advice on a failed write, by the words of its error, as safetensors gives no error number."""
     refused = ("Permission denied", "Read-only file system", "Operation not permitted")
     is_refused = any(words in str(error) for words in refused)
@@ -77,7 +77,7 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def umask() -> int:
+def read_umask() -> int:
     mask = os.umask(0)  # reading it is setting it
     os.umask(mask)
     return mask
@@ -85,7 +85,8 @@ def umask() -> int:
 
 def cache_folder() -> Path:
     """``$XDG_CACHE_HOME/ostinato`` or ``~/.cache/ostinato``; for a user id without a home, as containers have
-    them, a folder of its own among the temporary files. Raises ValueError if that is another user's."""
+    them, a private folder among the temporary files, which is made. Raises ValueError if others can change
+    that folder."""
     if xdg_cache := os.environ.get("XDG_CACHE_HOME"):
         return Path(xdg_cache) / "ostinato"
     try:
@@ -103,7 +104,7 @@ def cache_folder() -> Path:
 
 
 def read_cached(file: Path, parse: Callable[[Any], T]) -> T | None:
-    """The result of ``parse`` on the JSON in a file of the cache; None for a missing file.
+    """The result of ``parse`` on the JSON in a file of the cache; None for a missing or unreadable file.
 
     ``parse`` raises ValueError, TypeError, LookupError, AttributeError or ArithmeticError for an invalid
     form, which also gives None, with a warning."""

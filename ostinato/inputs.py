@@ -1,4 +1,4 @@
-"""JSON, TOML and text from outside: refused in words where the rest of the program could not carry it.
+"""JSON, TOML and text from outside, with an error in words for what the rest of the program cannot hold.
 
 Python's readers accept more than the formats allow: half of a surrogate pair (``"\\ud83d"`` alone), which no
 UTF-8 file, tokenizer or terminal takes, and nesting until the interpreter's stack is used up, which is a
@@ -45,6 +45,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def _is_deep(value: Any) -> bool:
+    """Whether lists and objects are nested deeper than ``MAX_DEPTH``."""
     level = [value]
     for _ in range(MAX_DEPTH + 1):
         level = [
@@ -79,15 +80,15 @@ def escape_surrogates(text: str) -> str:
     return text if text.isascii() else _SURROGATE.sub(lambda half: f"\\u{ord(half[0]):04x}", text)
 
 
-def printable(text: str) -> str:
+def make_printable(text: str) -> str:
     """``text`` for a person's terminal: control characters, but for line ends and tabs, are written as
     ``\\u001b``, so that what a model, a row or an exception says cannot move the cursor, set a title or the
     clipboard; halves of surrogate pairs likewise."""
-    return _NOT_PRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    return _NOT_PRINTABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
-def escaping(stream: TextIO) -> TextIO:
-    """``stream`` for text, which it writes ``printable``."""
+def escape_stream(stream: TextIO) -> TextIO:
+    """``stream`` for text, which passes through ``make_printable`` before it is written."""
     return cast(TextIO, _Escaping(stream))
 
 
@@ -96,7 +97,7 @@ class _Escaping:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        self._stream.write(printable(text))
+        self._stream.write(make_printable(text))
         return len(text)
 
     def __getattr__(self, name: str) -> Any:

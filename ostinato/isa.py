@@ -19,13 +19,13 @@ VARIABLE = "OSTINATO_MAX_ISA"
 NATIVE = "native"  # no cap
 
 # By rank: required features in /proc/cpuinfo; values that cap torch's own kernels, oneDNN and MKL.
-_NEEDS = {
+_FEATURES = {
     "avx2": {"avx2", "fma", "f16c"},
     "avx512": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
     "avx512_bf16": {"avx512_bf16"},
     "amx": {"amx_tile", "amx_bf16"},
 }
-_CAPS = {
+_CAP_VALUES = {
     "avx2": ("avx2", "AVX2", "AVX2"),
     "avx512": ("avx512", "AVX512_CORE", "AVX512"),
     "avx512_bf16": ("avx512", "AVX512_CORE_BF16", "AVX512_E2"),
@@ -44,18 +44,18 @@ def apply(environ: MutableMapping[str, str] = os.environ, cpuinfo: str | None = 
     """
     cap = effective_cap(environ, cpuinfo)
     if cap != NATIVE:
-        for variable, value in zip(_VARIABLES, _CAPS[cap], strict=True):
+        for variable, value in zip(_VARIABLES, _CAP_VALUES[cap], strict=True):
             environ.setdefault(variable, value)
 
 
 def effective_cap(environ: Mapping[str, str] = os.environ, cpuinfo: str | None = None) -> str:
     """The effective cap: a key of the sets above, or "native". Raises ValueError as ``apply`` does."""
     cap = environ.get(VARIABLE, "") or NATIVE
-    if cap != NATIVE and cap not in _CAPS:
-        raise ValueError(f"{VARIABLE} is {cap!r}; use one of {', '.join((*_CAPS, NATIVE))}")
-    ranks = list(_NEEDS)
-    best = _find_best(_read_features(cpuinfo))
-    return cap if cap != NATIVE and best and ranks.index(cap) < ranks.index(best) else NATIVE
+    if cap != NATIVE and cap not in _CAP_VALUES:
+        raise ValueError(f"{VARIABLE} is {cap!r}; use one of {', '.join((*_CAP_VALUES, NATIVE))}")
+    ranks = list(_FEATURES)
+    highest_set = _find_highest_set(_read_features(cpuinfo))
+    return cap if cap != NATIVE and highest_set and ranks.index(cap) < ranks.index(highest_set) else NATIVE
 
 
 def flags(environ: Mapping[str, str] = os.environ, cpuinfo: str | None = None) -> tuple[str, ...]:
@@ -78,18 +78,18 @@ def instruction_set(environ: Mapping[str, str] = os.environ, cpuinfo: str | None
     if _is_arm(features):
         return "NEON with bf16" if "bf16" in features else "NEON"
     cap = effective_cap(environ, cpuinfo)
-    best = _find_best(features) if cap == NATIVE else cap
-    return _NAMES[best] if best else f"{platform.machine()} without AVX2"
+    name = _find_highest_set(features) if cap == NATIVE else cap
+    return _NAMES[name] if name else f"{platform.machine()} without AVX2"
 
 
-def _find_best(features: set[str]) -> str:
+def _find_highest_set(features: set[str]) -> str:
     """The highest set with all features present, its own and those of lower sets; "" for none."""
-    best = ""
-    for name, needed in _NEEDS.items():
-        if not needed <= features:
+    highest_set = ""
+    for name, features_of_set in _FEATURES.items():
+        if not features_of_set <= features:
             break
-        best = name
-    return best
+        highest_set = name
+    return highest_set
 
 
 def _is_arm(features: set[str]) -> bool:
@@ -111,7 +111,7 @@ def processor() -> str:
     try:
         return Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return of_sysctl(_call_sysctl()) if platform.system() == "Darwin" else ""
+        return parse_sysctl(_call_sysctl()) if platform.system() == "Darwin" else ""
 
 
 def _call_sysctl() -> str:
@@ -123,7 +123,7 @@ def _call_sysctl() -> str:
         return ""
 
 
-def of_sysctl(text: str) -> str:
+def parse_sysctl(text: str) -> str:
     """Lines "model name" and "flags" as in /proc/cpuinfo, from sysctl's text: hw.optional.arm.FEAT_BF16 is
     "bf16"."""
     lines = (line.partition(":") for line in text.splitlines())

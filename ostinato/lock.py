@@ -27,11 +27,13 @@ class Locked(ValueError):
 
 
 @contextmanager
-def locked(folder: Path, noun: str = "run folder", other: str = "") -> Iterator[None]:
-    """Hold the lock of ``folder``, which exists. Child processes do not inherit the lock. ``noun``: what the
-    folder is; ``other``: how to name another one.
+def hold_lock(folder: Path, noun: str = "run folder", other: str = "") -> Iterator[None]:
+    """Hold the lock of ``folder``, which exists, and write this process into its file while the block runs;
+    then the file is emptied. Child processes do not inherit the lock. ``noun``: what the folder is,
+    ``other``: how to name another one, both for errors.
 
-    Raises Locked at once if another process holds it; a file system without locks gives a warning.
+    Raises Locked at once if another process holds the lock, and OSError if the file cannot be written. A file
+    system without locks gives a warning.
     """
     path = folder / LOCK
     try:
@@ -61,8 +63,8 @@ def locked(folder: Path, noun: str = "run folder", other: str = "") -> Iterator[
             file.truncate(0)
 
 
-def is_left(folder: Path) -> bool:
-    """Whether the last process that held the lock ended without releasing it."""
+def is_abandoned(folder: Path) -> bool:
+    """Whether the file names a holder. If no process holds the lock, that one ended without releasing it."""
     try:
         return (folder / LOCK).stat().st_size > 0
     except OSError:
@@ -86,11 +88,11 @@ def is_held(folder: Path) -> bool | None:
 
 
 def _describe_holder(content: bytes) -> str:
-    """The holder in the content of a lock, and what to do about it."""
+    """The holder that the content of a lock names, and how to end it."""
     try:
         holder = json.loads(content)
-        who = f"process {holder['pid']} on {holder['host']} since {holder['since']}"
+        name = f"process {holder['pid']} on {holder['host']} since {holder['since']}"
         fix = f"wait until it has ended, or end it there (kill {holder['pid']})"
     except (ValueError, TypeError, KeyError):  # it has only just locked the file
-        who, fix = "another process", "wait until it has ended, or end it"
-    return f"{who}; {fix}"
+        name, fix = "another process", "wait until it has ended, or end it"
+    return f"{name}; {fix}"

@@ -26,8 +26,8 @@ PICKLE = ".pkl"
 
 
 def name_object(value: Any, folder: Path, key: str) -> str:
-    """The name of ``value``, a callable, in the key ``key`` of a recipe; written to ``folder`` if it has
-    none.
+    """The name of ``value``, a callable, in the key ``key`` of a recipe; a string is a name already. An
+    object without a name is written to ``folder``.
 
     Raises ValueError for what is not callable, and for what no file can hold (an open file, a lock).
     """
@@ -51,12 +51,13 @@ def name_object(value: Any, folder: Path, key: str) -> str:
             f"{key}: {name} cannot be handed to another process ({type(error).__name__}: {error}); make what "
             f"it needs inside it, or put it into a file and name it file.py:{name}"
         ) from error
-    path = _write(data, folder, name, PICKLE)
+    path = _write_by_digest(data, folder, name, PICKLE)
     return f"{path}:{name}"
 
 
-def _write(data: bytes, folder: Path, name: str, suffix: str) -> Path:
-    """Write ``data`` to a file named by its content, so that an object has the same name in every run."""
+def _write_by_digest(data: bytes, folder: Path, name: str, suffix: str) -> Path:
+    """Write ``data`` to a file named by its content, so that an object has the same name in every run. Makes
+    the folder; an existing file is kept."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder.resolve() / f"{name}-{hashlib.sha256(data).hexdigest()[:8]}{suffix}"
     if not path.exists():
@@ -79,15 +80,17 @@ def _is_importable(value: Any, module: str, name: str) -> bool:
 
 
 def load_object(path: Path, what: str) -> Any:
-    """The object in a file that ``name_object`` wrote. Raises ValueError where there is none."""
+    """The object in a file that ``name_object`` wrote. Loading runs code. Raises ValueError for a missing
+    file."""
     if not path.is_file():
         raise ValueError(f"{what}: there is no file {path}; give the object to learn again")
     return pickle.loads(path.read_bytes())
 
 
 def load_named(spec: str, what: str, nearest: str) -> Callable[..., Any]:
-    """The user's callable at ``module:name``, ``path.py:name`` or ``path.pkl:name``. Raises ValueError with
-    one sentence: ``what`` it is for, and ``nearest``, an example."""
+    """The user's callable at ``module:name``, ``path.py:name`` or ``path.pkl:name``; its module or file is
+    run. Raises ValueError for a name of another form (``nearest`` is an example), a missing module, file or
+    function, and an error in the file. ``what``: the purpose of the callable, for errors."""
     location, _, name = spec.rpartition(":")
     if not location or not name:
         raise ValueError(f"{what} {spec!r} is unknown; use {nearest!r}, module:name or path.py:name")
@@ -130,7 +133,8 @@ def _load_file(path: Path, what: str) -> ModuleType:
 def write_rows(rows: Iterable[Any], folder: Path, key: str) -> Path:
     """A new .jsonl file of ``rows``: mappings of a list, a ``datasets.Dataset`` or a generator.
 
-    Raises ValueError, with the row's number, for what is no mapping or has a value that JSON does not have.
+    Raises ValueError for what is not iterable, for no rows and, with the number of the row, for a row that is
+    no mapping or has a value that JSON does not have.
     """
     if not isinstance(rows, Iterable):
         raise ValueError(f"{key} is {rows!r}; give rows, a file of them, or the name of a source")
@@ -150,7 +154,7 @@ def write_rows(rows: Iterable[Any], folder: Path, key: str) -> Path:
             ) from error
     if not lines:
         raise ValueError(f"{key} has no rows")
-    return _write("\n".join([*lines, ""]).encode(), folder, key, ".jsonl")
+    return _write_by_digest("\n".join([*lines, ""]).encode(), folder, key, ".jsonl")
 
 
 def _is_json(value: Any) -> bool:

@@ -15,7 +15,7 @@ from ostinato.access import Access
 Command = Callable[..., None]
 
 
-def options_of(kind: type[Any], name: str) -> Callable[[Command], Command]:
+def add_options(kind: type[Any], name: str) -> Callable[[Command], Command]:
     """A decorator that replaces the parameter ``name`` of a command by an option per field of the dataclass
     ``kind``, with its annotation and default; the command gets an instance."""
     hints = get_type_hints(kind, include_extras=True)
@@ -38,9 +38,9 @@ def options_of(kind: type[Any], name: str) -> Callable[[Command], Command]:
         ] + options
 
         @functools.wraps(command)
-        def with_options(**given: Any) -> None:
-            instance = kind(**{field.name: given.pop(field.name) for field in fields(kind)})
-            command(**given, **{name: instance})
+        def with_options(**values: Any) -> None:
+            instance = kind(**{field.name: values.pop(field.name) for field in fields(kind)})
+            command(**values, **{name: instance})
 
         with_options.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportAttributeAccessIssue]
         return with_options
@@ -58,6 +58,6 @@ Origins = Annotated[
 ]
 
 
-def access(hosts: list[str] | None, origins: list[str] | None) -> Access:
+def make_access(hosts: list[str] | None, origins: list[str] | None) -> Access:
     """The access that the options allow."""
     return Access(hosts=frozenset(hosts or ()), origins=frozenset(origins or ()))

@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ostinato.control_tokens import THOUGHTS, ControlTokens, encode_text, is_in_thought, opens_thought
+from ostinato.control_tokens import THOUGHTS, ControlTokens, encode_text, is_in_thought, is_thought_open
 from ostinato.inputs import has_surrogate, parse_json
-from ostinato.tiktoken_vocabulary import read_tiktoken, vocabulary_file
-from ostinato.tool_calls import FormOfCalls, for_template, form_of_calls, unwritten_roles
+from ostinato.tiktoken_vocabulary import find_vocabulary_file, read_tiktoken
+from ostinato.tool_calls import FormOfCalls, find_form_of_calls, find_unwritten_roles, prepare_for_template
 from ostinato.types import NewRow, Prompt
 
 if TYPE_CHECKING:
@@ -65,9 +65,11 @@ class Renderer:
         self.folder, self.tokenizer = folder, _load_tokenizer(folder)
         self._now = now or datetime.now()
         self._config = _read_json(folder / "tokenizer_config.json")
-        self._special_names = _special_names(self._config, _read_json(folder / "special_tokens_map.json"))
-        self._template_text = _template_text(folder, self._config)
-        self._ends = frozenset(_read_end_tokens(folder))
+        self._special_names = _merge_special_names(
+            self._config, _read_json(folder / "special_tokens_map.json")
+        )
+        self._template_text = _read_template_text(folder, self._config)
+        self._end_tokens = frozenset(_read_end_tokens(folder))
         self._template_kwargs = template_kwargs
         self._last_prompt: tuple[Any, np.ndarray] | None = None
         self._last_thought: tuple[np.ndarray, bool] | None = None
@@ -96,12 +98,13 @@ class Renderer:
         ValueError for a text that is no Unicode."""
         return self._encode(text, add_special=False)
 
-    def check_fits(self, text: str, most: int) -> None:
-        """Raise TooLong if the text has over ``most`` tokens even with the longest tokens; unlike encoding,
-        this is fast for megabytes."""
-        if (least := -(-len(text) // self._longest_token)) > most:
+    def check_fits(self, text: str, max_tokens: int) -> None:
+        """Raise TooLong if the text has over ``max_tokens`` tokens even if all are as long as the longest.
+        Unlike encoding, this is fast for megabytes."""
+        if (min_tokens := -(-len(text) // self._longest_token)) > max_tokens:
             raise TooLong(
-                f"the prompt has {len(text)} characters, at least {least} tokens, and {most} fit; shorten it"
+                f"the prompt has {len(text)} characters, at least {min_tokens} tokens, and {max_tokens} fit; "
+                "shorten it"
             )
 
     @cached_property
@@ -117,10 +120,12 @@ class Renderer:
         return self.tokenizer.decode([int(token) for token in tokens], skip_special_tokens=skip_special)
 
     def prompt(self, prompt: Prompt) -> np.ndarray:
-        """[P] int32: the context of turn 0, with what the tokenizer puts before plain text (a bos token).
-        A chat that ends with the assistant's words is continued: they are the beginning of the answer."""
+        """The context [P] int32 of turn 0, with what the tokenizer puts before plain text (a bos token). A
+        chat that ends with the assistant's words is continued: they are the beginning of the answer. The last
+        prompt is kept, since siblings have the same. Raises ValueError for a name that the template does not
+        read."""
         text = (prompt.text, prompt.messages, prompt.tools, prompt.template_kwargs)
-        cached = self._last_prompt  # siblings have the same; another thread may replace it
+        cached = self._last_prompt  # read once: another thread may replace it
         if cached is None or cached[0] != text:
             cached = self._last_prompt = text, self._tokenize_prompt(prompt)
         return cached[1].copy()
@@ -129,13 +134,13 @@ class Renderer:
         if prompt.messages is not None:
             if name := self.unread(prompt.messages, prompt.template_kwargs):
                 raise ValueError(f"the chat template of {self.folder} does not read {name}; leave it out")
-            continues = prompt.prefill is not None
+            is_continued = prompt.prefill is not None
             return self.chat(
                 prompt.messages,
-                add_generation_prompt=not continues,
+                add_generation_prompt=not is_continued,
                 tools=prompt.tools,
                 template_kwargs=prompt.template_kwargs,
-                continue_final=continues,
+                continue_final=is_continued,
             )
         assert prompt.text is not None
         if (add_bos := self._config.get("add_bos_token")) is None:
@@ -151,13 +156,14 @@ class Renderer:
         tools: Sequence[Mapping[str, Any]] = (),
         template_kwargs: Mapping[str, Any] = MappingProxyType({}),
         continue_final: bool = False,
-        most: int | None = None,
+        max_tokens: int | None = None,
     ) -> np.ndarray:
-        """[P] int32: the chat through the template, see ``marked_text``. ValueError without a template;
-        TooLong, before it is encoded, where it cannot have ``most`` tokens or fewer."""
+        """Tokens [P] int32 of the chat as the template writes it. Raises ValueError without a template and as
+        ``marked_text`` does, and TooLong, before encoding, if the text cannot fit in ``max_tokens``
+        tokens."""
         text = self.marked_text(messages, add_generation_prompt, tools, template_kwargs, continue_final)
-        if most is not None:
-            self.check_fits(text, most)
+        if max_tokens is not None:
+            self.check_fits(text, max_tokens)
         return self.encode_marked(text)
 
     @property
@@ -167,13 +173,13 @@ class Renderer:
 
     @cached_property
     def _form_of_calls(self) -> FormOfCalls:
-        return form_of_calls(self._probe)
+        return find_form_of_calls(self._render_probe)
 
     @cached_property
-    def _unwritten(self) -> frozenset[str]:
-        return unwritten_roles(self._probe)
+    def _unwritten_roles(self) -> frozenset[str]:
+        return find_unwritten_roles(self._render_probe)
 
-    def _probe(self, chat: Sequence[Message], tools: Sequence[Any] = ()) -> str:
+    def _render_probe(self, chat: Sequence[Message], tools: Sequence[Any] = ()) -> str:
         names = {**self._special_names, "documents": None, "add_generation_prompt": False}
         return self._template.render(**names, messages=chat, tools=list(tools) or None)
 
@@ -212,7 +218,7 @@ class Renderer:
             )
         if continue_final:
             chat[-1]["content"] = f"{chat[-1].get('content') or ''}{_ANSWER} "
-        text = self._rendered(add_generation_prompt, chat, tools, template_kwargs)
+        text = self._render_marked(add_generation_prompt, chat, tools, template_kwargs)
         if not continue_final:
             return text
         head, marker, tail = text.rpartition(_ANSWER)
@@ -226,7 +232,7 @@ class Renderer:
         """Tokens [T] int32 of a ``marked_text`` or a part of it; only unmarked control tokens become such."""
         return np.array(self.control.encode(_check_unicode(text)), np.int32)
 
-    def _rendered(
+    def _render_marked(
         self,
         add_generation_prompt: bool,
         messages: Sequence[Message],
@@ -246,15 +252,15 @@ class Renderer:
         more = {**self._template_kwargs, **more}
         if not self.reads("developer"):  # the newer name of a system message in OpenAI's API
             messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
-        unwritten = self._unwritten if tools or any(m["role"] == "tool" for m in messages) else ()
-        contents = (*for_template(messages, tools, self.takes_tools, writes_calls, unwritten), more)
-        if not (spelled := self.control.find_spelled(contents)):
+        unwritten = self._unwritten_roles if tools or any(m["role"] == "tool" for m in messages) else ()
+        contents = (*prepare_for_template(messages, tools, self.takes_tools, writes_calls, unwritten), more)
+        if not (control_token := self.control.find_spelled(contents)):
             return render(*contents)
         marked = render(*self.control.hide(contents))
         if self.control.show(marked) != render(*contents):
             raise ValueError(
-                f"a message spells {spelled!r}, which the chat template of {self.folder} treats in a way of "
-                "its own, so it cannot be given to the model as a text; spell it otherwise"
+                f"a message spells {control_token!r}, which the chat template of {self.folder} treats in a "
+                "way of its own, so it cannot be given to the model as a text; spell it otherwise"
             )
         return marked
 
@@ -285,14 +291,16 @@ class Renderer:
         for a server. Raises ValueError where the template refuses the chat."""
         if not messages or messages[-1]["role"] != "assistant":
             raise ValueError("messages do not end with an assistant's answer; after_turn follows one")
-        *earlier, last_answer = messages
-        answer_text, prefilled = str(last_answer.get("content") or ""), prefill is not None
+        *earlier_messages, last_answer = messages
+        answer_text, is_prefilled = str(last_answer.get("content") or ""), prefill is not None
         options = {"tools": tools, "template_kwargs": template_kwargs}
-        prompt = [*earlier, {**last_answer, "content": prefill}] if prefilled else earlier
-        before = self.marked_text(prompt, not prefilled, continue_final=prefilled, **options)
-        chat = [*earlier, {**last_answer, "content": f"{answer_text}{_ANSWER}"}, *new_messages]
+        prompt = (
+            [*earlier_messages, {**last_answer, "content": prefill}] if is_prefilled else earlier_messages
+        )
+        text_before = self.marked_text(prompt, not is_prefilled, continue_final=is_prefilled, **options)
+        chat = [*earlier_messages, {**last_answer, "content": f"{answer_text}{_ANSWER}"}, *new_messages]
         head, marker, tail = self.marked_text(chat, **options).rpartition(_ANSWER)
-        expected = f"{before}{self.control.hide(answer_text.removeprefix(prefill or ''))}"
+        expected = f"{text_before}{self.control.hide(answer_text.removeprefix(prefill or ''))}"
         if marker and "".join(head.split()) == "".join(expected.split()):
             return self._strip_closing(self.encode_marked(tail), answer)
         return NewRow(self.chat([*messages, *new_messages], **options))
@@ -302,22 +310,26 @@ class Renderer:
     ) -> bool:
         """Whether a context, followed by ``answer``, ends inside a thought (``THOUGHTS``), as where the
         template opens ``<think>``. Only text behind the last control token counts, not earlier turns or
-        messages that name the tag. A text without turns opens a thought with a tag that ends its line."""
-        if (inside := is_in_thought(self.decode(answer, skip_special=False))) is not None:
-            return inside
+        messages that name the tag. In a text without turns only a tag at the end of its line opens a thought.
+        The result for the last context is kept."""
+        if (is_inside := is_in_thought(self.decode(answer, skip_special=False))) is not None:
+            return is_inside
         tokens = np.asarray(context)
         if (cached := self._last_thought) is None or not np.array_equal(cached[0], tokens):  # as in prompt
-            cached = self._last_thought = tokens, self._opens_thought(tokens)
+            cached = self._last_thought = tokens, self._is_thought_open(tokens)
         return cached[1]
 
-    def _opens_thought(self, tokens: np.ndarray) -> bool:
-        last = int(max(np.flatnonzero(np.isin(tokens, list(self.control.ids.values()))), default=-1))
-        text = self.decode(tokens[last + 1 :], skip_special=False)
-        spelled = self.decode(tokens[-_LONGEST_OPENING:], skip_special=False).rstrip()  # by control tokens
-        return opens_thought(text, last > 0) or spelled.endswith(tuple(opening for opening, _ in THOUGHTS))
+    def _is_thought_open(self, tokens: np.ndarray) -> bool:
+        last_control = int(max(np.flatnonzero(np.isin(tokens, list(self.control.ids.values()))), default=-1))
+        text = self.decode(tokens[last_control + 1 :], skip_special=False)
+        last_text = self.decode(tokens[-_LONGEST_OPENING:], skip_special=False).rstrip()  # by control tokens
+        return is_thought_open(text, last_control > 0) or last_text.endswith(
+            tuple(opening for opening, _ in THOUGHTS)
+        )
 
     def _strip_closing(self, tail: np.ndarray, answer: Sequence[int] | np.ndarray) -> np.ndarray:
-        """``tail`` without the closing token that ``answer`` ends with, nor the blanks in front of it."""
+        """``tail`` behind the closing token that ``answer`` ends with and the blanks before that token;
+        ``tail`` itself if it does not begin with this token."""
         if not len(answer) or int(answer[-1]) not in self.stop_tokens:
             return tail
         positions = np.flatnonzero(tail == int(answer[-1]))
@@ -329,7 +341,7 @@ class Renderer:
     def stop_tokens(self) -> tuple[int, ...]:
         """Ids that end an answer: eos of generation_config.json, config.json and the tokenizer, and the
         special token with which the chat template closes an assistant's message."""
-        ids = set(self._ends)
+        ids = set(self._end_tokens)
         if (eos := self.eos) is not None:
             ids.add(eos)
         if self.has_chat_template:
@@ -353,8 +365,8 @@ def _find_turn_end(renderer: Renderer) -> list[int]:
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
     _, marker, tail = renderer.chat_text(chat, add_generation_prompt=False).partition(_ANSWER)
     special = renderer.tokenizer.get_added_tokens_decoder()
-    first = renderer.encode(tail.lstrip())[:1] if marker else []
-    return [int(token) for token in first if int(token) in special]
+    first_tokens = renderer.encode(tail.lstrip())[:1] if marker else []
+    return [int(token) for token in first_tokens if int(token) in special]
 
 
 class IncrementalDecoder:
@@ -367,7 +379,7 @@ class IncrementalDecoder:
         self.text = ""
         self._renderer = renderer
         self._stop_strings = tuple(stop_strings)
-        self._reach = max((len(stop) for stop in self._stop_strings), default=1) - 1
+        self._overlap_chars = max((len(stop) for stop in self._stop_strings), default=1) - 1
         self._tokens: list[int] = []
         self._window = self._read = (
             0  # tokens[window:read] are decoded; the next token is decoded behind them
@@ -377,37 +389,40 @@ class IncrementalDecoder:
         """Add one token; an incomplete character waits for the next. Returns whether a stop string has
         appeared."""
         self._tokens.append(token)
-        return self._emit(self._fresh(hold=True))
+        return self._append_text(self._decode_new_text(hold=True))
 
     def finish(self) -> bool:
         """End the text; an incomplete character shows as U+FFFD. Returns whether a stop string has
         appeared."""
-        return self._emit(self._fresh(hold=False))
+        return self._append_text(self._decode_new_text(hold=False))
 
-    def _fresh(self, hold: bool) -> str:
-        """The text of tokens not yet read; with ``hold`` empty while a character is incomplete."""
-        decoded = self._renderer.decode(self._tokens[self._window : self._read])
-        longer = self._renderer.decode(self._tokens[self._window :])
-        if len(longer) <= len(decoded) or (hold and longer.endswith(_BROKEN)):
+    def _decode_new_text(self, hold: bool) -> str:
+        """The text of the tokens that have not been read, which then count as read. With ``hold`` it is empty
+        while a character is incomplete."""
+        old_text = self._renderer.decode(self._tokens[self._window : self._read])
+        text = self._renderer.decode(self._tokens[self._window :])
+        if len(text) <= len(old_text) or (hold and text.endswith(_BROKEN)):
             return ""
         self._window, self._read = self._read, len(self._tokens)
-        return longer[len(decoded) :]
+        return text[len(old_text) :]
 
-    def _emit(self, fresh: str) -> bool:
+    def _append_text(self, new_text: str) -> bool:
         """Append to the text and cut it at the first stop string; returns whether there is one."""
-        start = max(0, len(self.text) - self._reach)
-        self.text += fresh
-        stops = [position for stop in self._stop_strings if (position := self.text.find(stop, start)) >= 0]
-        if stops:
-            self.text = self.text[: min(stops)]
-        return bool(stops)
+        start = max(0, len(self.text) - self._overlap_chars)
+        self.text += new_text
+        stop_positions = [
+            position for stop in self._stop_strings if (position := self.text.find(stop, start)) >= 0
+        ]
+        if stop_positions:
+            self.text = self.text[: min(stop_positions)]
+        return bool(stop_positions)
 
 
 def _load_tokenizer(folder: Path) -> Tokenizer:
     from tokenizers import Tokenizer
 
     if not (folder / "tokenizer.json").is_file():
-        if vocabulary_file(folder):
+        if find_vocabulary_file(folder):
             return read_tiktoken(folder)
         raise ValueError(f"tokenizer folder {folder} has no tokenizer.json; save a fast tokenizer there")
     try:
@@ -442,7 +457,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_end_tokens(folder: Path) -> Iterator[int]:
-    """``eos_token_id`` of generation_config.json and config.json."""
+    """Yield the ids of ``eos_token_id`` in generation_config.json and config.json. Raises ValueError for one
+    that is no id."""
     for file in (folder / "generation_config.json", folder / "config.json"):
         eos = _read_json(file).get("eos_token_id")
         ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
@@ -451,7 +467,7 @@ def _read_end_tokens(folder: Path) -> Iterator[int]:
         yield from ids
 
 
-def _special_names(*configs: Mapping[str, Any]) -> dict[str, str]:
+def _merge_special_names(*configs: Mapping[str, Any]) -> dict[str, str]:
     """Special tokens by the names that templates use, {"eos_token": "<|im_end|>"}; the first config wins."""
     names: dict[str, str] = {}
     for config in configs:
@@ -462,8 +478,9 @@ def _special_names(*configs: Mapping[str, Any]) -> dict[str, str]:
     return names
 
 
-def _template_text(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """The chat template of chat_template.jinja, else of tokenizer_config.json; None without one."""
+def _read_template_text(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """The chat template in chat_template.jinja or, without that file, in tokenizer_config.json (of several
+    the one named "default"); None without one. Raises ValueError for a file or an entry in another form."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         try:
@@ -472,12 +489,12 @@ def _template_text(folder: Path, config: Mapping[str, Any]) -> str | None:
             raise ValueError(f"{file} is not UTF-8 ({error}); save it again") from error
     template = config.get("chat_template")
     if isinstance(template, list):  # several named ones
-        named = [
+        named_templates = [
             entry for entry in template if isinstance(entry, dict) and {"name", "template"} <= entry.keys()
         ]
-        if len(named) < len(template):
+        if len(named_templates) < len(template):
             raise ValueError(f"a chat_template of {folder} has no name or no template; give it both")
-        template = {str(entry["name"]): entry["template"] for entry in named}.get("default")
+        template = {str(entry["name"]): entry["template"] for entry in named_templates}.get("default")
     if not isinstance(template, str | None):
         raise ValueError(f"chat_template of {folder} is a {type(template).__name__}; write a text")
     return template

@@ -29,7 +29,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from ostinato.files import atomic_write, naming, sync, umask
+from ostinato.files import atomic_write, name_file_in_errors, read_umask, sync
 from ostinato.inputs import escape_surrogates, parse_json
 from ostinato.lock import LOCK
 from ostinato.routes import routes_from_json, routes_to_json
@@ -41,7 +41,7 @@ STEP_FIRST = b'{"step":'  # the beginning of a row of a log
 MAIN_SET = "eval"  # in eval.jsonl: the set that a run is judged and forecast by, beside downstream ones
 GREEDY_SET = "greedy"  # the same prompts at temperature 0, before and after training
 # entries that may precede the run: its lock, logs of earlier processes, restarts of lost sessions
-EARLY = ("vllm", "ranks", "restarts.jsonl", LOCK)
+EARLY_ENTRIES = ("vllm", "ranks", "restarts.jsonl", LOCK)
 
 
 @contextmanager
@@ -59,10 +59,10 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     try:
         yield temporary
         for file in temporary.rglob("*"):
-            file.chmod((0o777 if file.is_dir() else 0o666) & ~umask())  # safetensors writes 0600
+            file.chmod((0o777 if file.is_dir() else 0o666) & ~read_umask())  # safetensors writes 0600
             sync(file)
         sync(temporary)
-        temporary.chmod(0o777 & ~umask())  # as mkdtemp
+        temporary.chmod(0o777 & ~read_umask())  # as mkdtemp
         shutil.rmtree(old, ignore_errors=True)
         if path.exists():
             path.rename(old)
@@ -95,9 +95,9 @@ def _to_plain(value: Any) -> Any:
     return value
 
 
-def _append(path: Path, data: bytes) -> None:
+def _append_bytes(path: Path, data: bytes) -> None:
     """Append all of ``data`` to the file, or none of it when that fails."""
-    with naming(path), path.open("ab", buffering=0) as file:
+    with name_file_in_errors(path), path.open("ab", buffering=0) as file:
         start = file.seek(0, os.SEEK_END)
         try:
             view = memoryview(data)
@@ -113,23 +113,25 @@ class Jsonl:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._whole = False  # whether the end of the file has been checked
+        self._is_end_checked = False  # whether the end of the file has been checked
 
     def append(self, *rows: Row) -> None:
-        """Append rows, written through to the operating system: they outlive the process, not a power cut."""
-        if not self._whole:
+        """Append rows, written through to the operating system: they outlive the process, not a power cut.
+        The first call cuts off a torn end."""
+        if not self._is_end_checked:
             self._cut_torn_end()
-        _append(self.path, "".join(to_json(row) + "\n" for row in rows).encode())
+        _append_bytes(self.path, "".join(to_json(row) + "\n" for row in rows).encode())
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """The complete rows. Raises ValueError for a damaged line before the end."""
         if not self.path.exists():
             return
         with self.path.open("rb") as file:
-            yield from _parse(file, self.path)
+            yield from _parse_lines(file, self.path)
 
     def keep(self, wanted: Callable[[Row], bool]) -> None:
-        """Drop, atomically, the rows that are not wanted."""
+        """Drop, atomically, the rows that are not wanted, and a torn last row. Does nothing without a file.
+        Raises ValueError as ``rows`` does."""
         if self.path.exists():
             lines = [to_json(row) + "\n" for row in self.rows() if wanted(row)]
             atomic_write(self.path, "".join(lines))
@@ -138,7 +140,7 @@ class Jsonl:
         if self.path.exists():
             with self.path.open("rb+") as file:
                 file.truncate(_find_last_line_end(file))
-        self._whole = True
+        self._is_end_checked = True
 
 
 def _find_last_line_end(file: BinaryIO, block: int = 65536) -> int:
@@ -154,7 +156,7 @@ def _find_last_line_end(file: BinaryIO, block: int = 65536) -> int:
     return 0
 
 
-def _parse(lines: Iterable[bytes], path: Path) -> Iterator[dict[str, Any]]:
+def _parse_lines(lines: Iterable[bytes], path: Path) -> Iterator[dict[str, Any]]:
     """Yield the row of each complete line. Raises ValueError for a line that is no JSON object."""
     for number, line in enumerate(lines, start=1):
         if not line.endswith(b"\n"):
@@ -169,9 +171,9 @@ def _parse(lines: Iterable[bytes], path: Path) -> Iterator[dict[str, Any]]:
 
 
 # Limits of a zstd frame: one that expands beyond both is not decompressed in full.
-_MOST_BYTES = 1 << 28
-_MOST_RATIO = 1000
-_AWAY = "move the file away, and what it holds is done without"
+_MAX_BYTES = 1 << 28
+_MAX_RATIO = 1000
+_ADVICE = "move the file away, and what it holds is done without"
 _ZSTD = (0xFD2FB528).to_bytes(4, "little")  # a frame begins with it
 
 
@@ -180,36 +182,37 @@ class JsonlZst:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._whole = False
+        self._is_end_checked = False
 
     def append(self, *rows: Row) -> None:
         import zstandard
 
-        if not self._whole:
+        if not self._is_end_checked:
             self._cut_torn_end()
         lines = "".join(to_json(row) + "\n" for row in rows).encode()
-        _append(self.path, zstandard.ZstdCompressor(write_checksum=True).compress(lines))
+        _append_bytes(self.path, zstandard.ZstdCompressor(write_checksum=True).compress(lines))
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        for _, lines in self._frames():
-            yield from self._parse(lines.splitlines(keepends=True))
+        for _, lines in self._iterate_frames():
+            yield from self._parse_lines(lines.splitlines(keepends=True))
 
-    def since(self, step: int) -> Iterator[dict[str, Any]]:
-        """The rows of ``step`` and later steps; earlier rows are skipped unparsed, as a row begins with its
-        step."""
-        for _, lines in self._frames():
+    def rows_since(self, step: int) -> Iterator[dict[str, Any]]:
+        """The rows of ``step`` and later steps, and rows without a step. Earlier rows are skipped without
+        being parsed, since a row begins with its step."""
+        for _, lines in self._iterate_frames():
             recent = [line for line in lines.splitlines(keepends=True) if _read_step(line, step) >= step]
-            yield from (row for row in self._parse(recent) if row.get("step", step) >= step)
+            yield from (row for row in self._parse_lines(recent) if row.get("step", step) >= step)
 
     def keep(self, wanted: Callable[[Row], bool]) -> None:
-        """Drop, atomically, the rows that are not wanted."""
+        """Drop, atomically, the rows that are not wanted, and what is behind the last whole frame. Does
+        nothing without a file. Raises ValueError for damage before a whole frame."""
         if not self.path.exists():
             return
         replacement = JsonlZst(self.path.with_name(f".{self.path.name}.kept"))
         try:
             replacement.path.write_bytes(b"")
-            for _, lines in self._frames(cutting=True):
-                rows = [row for row in self._parse(lines.splitlines(keepends=True)) if wanted(row)]
+            for _, lines in self._iterate_frames(cutting=True):
+                rows = [row for row in self._parse_lines(lines.splitlines(keepends=True)) if wanted(row)]
                 if rows:
                     replacement.append(*rows)
             sync(replacement.path)
@@ -221,18 +224,18 @@ class JsonlZst:
     def _cut_torn_end(self) -> None:
         if self.path.exists():
             end = 0
-            for end, _ in self._frames(cutting=True):  # noqa: B007  the last offset is what we want
+            for end, _ in self._iterate_frames(cutting=True):  # noqa: B007  the last offset is what we want
                 pass
             os.truncate(self.path, end)
-        self._whole = True
+        self._is_end_checked = True
 
-    def _parse(self, lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    def _parse_lines(self, lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
         try:
-            yield from _parse(lines, self.path)
+            yield from _parse_lines(lines, self.path)
         except ValueError as error:
-            raise ValueError(f"{self.path} is damaged ({error.__cause__ or error}); {_AWAY}") from error
+            raise ValueError(f"{self.path} is damaged ({error.__cause__ or error}); {_ADVICE}") from error
 
-    def _frames(self, *, cutting: bool = False) -> Iterator[tuple[int, bytes]]:
+    def _iterate_frames(self, *, cutting: bool = False) -> Iterator[tuple[int, bytes]]:
         """(offset behind the frame, its content) of every complete frame. Raises ValueError for damage before
         a complete frame; bytes behind the last one are skipped, with a warning if ``cutting``."""
         if not self.path.exists():
@@ -249,14 +252,17 @@ class JsonlZst:
             offset = rest.find(_ZSTD, 1)
             while offset > 0:
                 if self.frame(file, end + offset) is not None:
-                    raise ValueError(f"{self.path} is damaged in its bytes {end} to {end + offset}; {_AWAY}")
+                    raise ValueError(
+                        f"{self.path} is damaged in its bytes {end} to {end + offset}; {_ADVICE}"
+                    )
                 offset = rest.find(_ZSTD, offset + 1)
             if cutting:
                 logger.warning(f"{self.path}: its last {size - end} bytes are no whole rows and are cut off")
 
     def frame(self, file: BinaryIO, start: int, block: int = 1 << 13) -> tuple[int, bytes] | None:
-        """(offset behind it, its content) of the frame that begins at ``start``; None without a complete one.
-        Raises ValueError for a frame that expands beyond the limits."""
+        """(offset behind the frame, its content) of the frame that begins at ``start``; None without a
+        complete one. Moves the position of ``file``. Raises ValueError for a frame that expands beyond the
+        limits."""
         import zstandard
 
         file.seek(start)
@@ -271,18 +277,18 @@ class JsonlZst:
                 return None
             end += len(data) - len(frame.unused_data)
             size += len(part)
-            if size > max(_MOST_BYTES, _MOST_RATIO * (end - start)):
+            if size > max(_MAX_BYTES, _MAX_RATIO * (end - start)):
                 raise ValueError(
-                    f"{self.path} grows {size / (end - start):,.0f}-fold at byte {start}; {_AWAY}"
+                    f"{self.path} grows {size / (end - start):,.0f}-fold at byte {start}; {_ADVICE}"
                 )
             content.append(part)
         return end, b"".join(content)
 
 
-def _read_step(line: bytes, otherwise: int) -> int:
-    """The step that a line begins with; ``otherwise`` if it begins with none."""
+def _read_step(line: bytes, default: int) -> int:
+    """The step that a line begins with; ``default`` if it begins with none."""
     digits = line[len(STEP_FIRST) :].partition(b",")[0] if line.startswith(STEP_FIRST) else b""
-    return int(digits) if digits.isdigit() else otherwise
+    return int(digits) if digits.isdigit() else default
 
 
 def group_rows(group: Group, advantages: np.ndarray | None = None) -> list[dict[str, Any]]:
@@ -334,11 +340,11 @@ def _write_trajectory(trajectory: Trajectory) -> dict[str, Any]:
     }
 
 
-def recorded_routes(folder: RunFolder, since: int = 0) -> dict[int, np.ndarray]:
+def read_routes(folder: RunFolder, since: int = 0) -> dict[int, np.ndarray]:
     """{step: routes [T, layers, K]} of the recorded answers from step ``since`` on; steps without routes are
     left out."""
     steps: dict[int, list[np.ndarray]] = {}
-    for row in folder.trajectories.since(since):
+    for row in folder.trajectories.rows_since(since):
         routes = [routes_from_json(turn["experts"]) for turn in row["turns"] if turn["experts"]]
         steps.setdefault(row["step"], []).extend(routes)
     return {step: np.concatenate(parts) for step, parts in sorted(steps.items()) if parts}
@@ -369,9 +375,11 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: Path, recipe: str) -> RunFolder:
-        """A new run with ``recipe`` (TOML) in it. Raises ValueError if ``path`` is not empty or not
-        writable."""
-        if path.exists() and (not path.is_dir() or any(entry.name not in EARLY for entry in path.iterdir())):
+        """Make the folder of a new run, with ``recipe`` (TOML) and an empty folder of checkpoints. Raises
+        ValueError if ``path`` has more than ``EARLY_ENTRIES``, or is not writable."""
+        if path.exists() and (
+            not path.is_dir() or any(entry.name not in EARLY_ENTRIES for entry in path.iterdir())
+        ):
             raise ValueError(
                 f"run folder {path} is not empty; name another one or run: ostinato resume {path}"
             )
@@ -388,26 +396,27 @@ class RunFolder:
         """The run in ``path``. Raises ValueError if there is none."""
         run = cls(path)
         if not run.recipe.is_file():
-            below = sorted(
+            folders = sorted(
                 str(file.parent) for depth in ("*", "*/*") for file in path.glob(f"{depth}/recipe.toml")
             )
-            more = f" and {len(below) - 8} more" if len(below) > 8 else ""
-            found = f"; there are {', '.join(below[:8])}{more} below it" if below else ""
+            suffix = f" and {len(folders) - 8} more" if len(folders) > 8 else ""
+            hint = f"; there are {', '.join(folders[:8])}{suffix} below it" if folders else ""
             raise ValueError(
-                f"run folder {path} holds no recipe.toml; name the folder of a started run{found}"
+                f"run folder {path} holds no recipe.toml; name the folder of a started run{hint}"
             )
         return run
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One row of metrics.jsonl (the MetricWriter protocol)."""
+        """Append one row to metrics.jsonl (the MetricWriter protocol)."""
         self.metrics.append({"step": step, **metrics})
 
     def truncate_after(self, step: int) -> None:
-        """Forget later steps, which a resumed run writes again. The ledger keeps them: they were paid for."""
+        """Delete the rows and the folders in ``scored`` of later steps, which a resumed run writes again, and
+        the failed rewards that stopped the run. The ledger keeps its rows: they were paid for."""
         for log in self._logs:
             log.keep(lambda row: row.get("step", step) <= step)
         for folder in self.scored.glob("*"):
-            if not "step-" <= folder.name <= f"step-{step:08d}":  # hidden: half written
+            if not "step-" <= folder.name <= f"step-{step:08d}":  # a hidden one is half written
                 shutil.rmtree(folder)
         self.failed.keep(lambda row: row["step"] <= step and not row["stopped"])
 

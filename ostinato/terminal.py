@@ -14,14 +14,14 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.text import Text
 
-from ostinato.inputs import escaping, printable
+from ostinato.inputs import escape_stream, make_printable
 
 WIDE = 140
 
 
 def say(*lines: str, error: bool = False) -> None:
-    """Lines on standard output, or on standard error."""
-    print(*lines, sep="\n", file=escaping(sys.stderr if error else sys.stdout), flush=True)
+    """Print lines on standard output, or on standard error with ``error``, without control characters."""
+    print(*lines, sep="\n", file=escape_stream(sys.stderr if error else sys.stdout), flush=True)
 
 
 class Screen(Console):
@@ -34,7 +34,7 @@ class Screen(Console):
             self.width = WIDE
 
     def render_str(self, text: str, **options: Any) -> Text:
-        return super().render_str(printable(text), **options)
+        return super().render_str(make_printable(text), **options)
 
 
 class _Lines(logging.Handler):
@@ -50,8 +50,8 @@ class _Lines(logging.Handler):
 
 
 @contextmanager
-def waiting(what: str, after_s: float = 2.0) -> Iterator[None]:
-    """Around work that may be long: after ``after_s`` a line says ``what`` is being done."""
+def announce_work(what: str, after_s: float = 2.0) -> Iterator[None]:
+    """Log ``what`` is being done if the block takes longer than ``after_s`` seconds."""
     timer = threading.Timer(after_s, logging.getLogger(__name__).info, [what])
     timer.daemon = True
     timer.start()
@@ -62,10 +62,10 @@ def waiting(what: str, after_s: float = 2.0) -> Iterator[None]:
 
 
 @contextmanager
-def logged(name: str = "ostinato", *, error: bool = False) -> Iterator[None]:
-    """For the body of a command: records of the logger ``name``, information included, are shown, on standard
-    output or ``error``. This is the only place that configures logging; without it, Python shows warnings on
-    stderr."""
+def show_log(name: str = "ostinato", *, error: bool = False) -> Iterator[None]:
+    """Show the records of the logger ``name``, information included, on standard output or, with ``error``,
+    on standard error while the block runs, which is the body of a command. This is the only place that
+    configures logging; without it, Python shows warnings on stderr."""
     logger, handler = logging.getLogger(name), _Lines(error)
     level = logger.level
     logger.setLevel(logging.INFO)

@@ -1,7 +1,7 @@
 """Tools in prompts and tool calls in answers, the same in training and serving.
 
 A chat template that takes ``tools`` writes them its own way; for any other, they go into the system message
-as ``with_instructions`` writes them, and replies into a user's message where it has no role for them. Calls
+as ``add_instructions`` writes them, and replies into a user's message where it has no role for them. Calls
 are read in the form that Qwen, Hermes and SmolLM3 use:
 
     <tool_call>
@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ostinato.control_tokens import after_thinking
+from ostinato.control_tokens import strip_thinking
 from ostinato.inputs import parse_json
 
 Message = Mapping[str, Any]
@@ -35,7 +35,7 @@ For each call return a JSON object with the function's name and arguments within
 </tool_call>"""
 _ARGUMENTS = r'"(?:arguments|parameters|args)"\s*:'
 _UNTAGGED = re.compile(rf'\{{\s*"(?:name|function)"\s*:\s*"([^"\n]+)"\s*,\s*{_ARGUMENTS}(\s*\{{)?')
-_OTHERWISE = (  # forms of calls of other models
+_OTHER_FORMS = (  # forms of calls of other models
     re.compile(rf'{_ARGUMENTS}.*?\}}\s*,\s*"(?:name|function)"\s*:\s*"([^"\n]+)"', re.DOTALL),
     re.compile(r"<function=([^>\s]+)>"),
     re.compile(r"```\w*\s*\n\s*(\w+)\("),
@@ -54,22 +54,24 @@ class Call:
 def parse_calls(text: str, names: Collection[str] = ()) -> list[Call]:
     """The tool calls of an answer, in order, without those in its thoughts.
 
-    A call without a closing tag extends to the end: the tag may have been the stop string. Where there are
-    tools (``names``) and no call has tags, calls without them, as in a fence of ```json, and in forms of
-    other models cannot be read.
+    A call without a closing tag extends to the end: the tag may have been the stop string. If there are tools
+    (``names``) and no call has tags, every call without them (in a fence of ```json, or in the form of
+    another model) is returned as an error.
     """
-    rest = after_thinking(text)
-    tagged = rest.split(OPEN)[1:]
-    if not tagged:
-        written = _UNTAGGED.findall(rest) if names else []
-        untagged = [name for name, is_call in written if is_call or name in names]
-        untagged = untagged or [name for form in _OTHERWISE for name in form.findall(rest) if name in names]
-        return [Call(error=f"write the call of {name} within {OPEN}{CLOSE}.") for name in untagged]
-    return [_parse_call(part.partition(CLOSE)[0]) for part in tagged]
+    answer = strip_thinking(text)
+    tagged_parts = answer.split(OPEN)[1:]
+    if not tagged_parts:
+        matches = _UNTAGGED.findall(answer) if names else []
+        untagged_names = [name for name, opening in matches if opening or name in names]
+        untagged_names = untagged_names or [
+            name for form in _OTHER_FORMS for name in form.findall(answer) if name in names
+        ]
+        return [Call(error=f"write the call of {name} within {OPEN}{CLOSE}.") for name in untagged_names]
+    return [_parse_call(part.partition(CLOSE)[0]) for part in tagged_parts]
 
 
 def _parse_call(text: str) -> Call:
-    """The call of one JSON text."""
+    """The call in a JSON text, or an error if it has none."""
     try:
         call = parse_json(text, surrogates=True)
     except ValueError as error:
@@ -82,10 +84,10 @@ def _parse_call(text: str) -> Call:
     return Call(name=call["name"], arguments=arguments)
 
 
-def form_of_calls(render: Callable[[list[Message], list[Mapping[str, Any]]], str]) -> FormOfCalls:
-    """The form in which a chat template writes calls: "read" if ``parse_calls`` reads it, "other", or "none"
-    if it leaves them out. ``render`` applies the template to (messages, tools); a refusal counts as
-    "other"."""
+def find_form_of_calls(render: Callable[[list[Message], list[Mapping[str, Any]]], str]) -> FormOfCalls:
+    """The form in which a chat template writes calls: "none" if it leaves them out, "read" if ``parse_calls``
+    reads them, and "other" if it does not or the template refuses them. ``render`` applies the template to
+    (messages, tools)."""
     function = {"name": "probe", "arguments": {"a": 1}}
     call = {"id": "probe0000", "type": "function", "function": function}
     user, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": ""}
@@ -102,40 +104,42 @@ def form_of_calls(render: Callable[[list[Message], list[Mapping[str, Any]]], str
     return "read" if is_read else "other"
 
 
-def for_template(
+def prepare_for_template(
     messages: Sequence[Message],
     tools: Sequence[Mapping[str, Any]],
     takes_tools: bool,
     writes_calls: bool,
     unwritten: Collection[str] = (),
 ) -> tuple[list[dict[str, Any]], list[Mapping[str, Any]]]:
-    """(messages, tools) for a chat template: contents as text, arguments of calls parsed. Tools that it does
-    not write are put into the system message, calls into the assistant's text, and messages of ``unwritten``
-    roles into a user's message."""
+    """(messages, tools) for a chat template: contents as text, arguments of calls parsed. Calls that the
+    template does not write (not ``writes_calls``) are put into the assistant's text, and replies of tools, if
+    "tool" is one of the ``unwritten`` roles, into user messages. Tools that it does not take (not
+    ``takes_tools``) are put into a system message or, if "system" is unwritten, into the user's first
+    message."""
     chat = [_simplify_message(message, writes_calls) for message in messages]
     if "tool" in unwritten:
         chat = _move_replies(chat)
     if not tools or takes_tools:
         return chat, list(tools)
     lines = [json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools]
-    chat = with_instructions(chat, lines)
+    chat = add_instructions(chat, lines)
     if "system" in unwritten and [m["role"] for m in chat[:2]] == ["system", "user"]:
-        first, user, *rest = chat
-        chat = [{**user, "content": f"{first['content']}\n\n{user['content']}"}, *rest]
+        system, user, *rest = chat
+        chat = [{**user, "content": f"{system['content']}\n\n{user['content']}"}, *rest]
     return chat, []
 
 
-def unwritten_roles(render: Callable[[list[Message]], str]) -> frozenset[str]:
+def find_unwritten_roles(render: Callable[[list[Message]], str]) -> frozenset[str]:
     """Roles whose words a chat template, which ``render`` applies to messages, refuses or leaves out."""
     user, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}
-    words, unwritten = "what-it-says", set[str]()
-    for role, before, after in (("system", [], [user]), ("tool", [user, answer], [])):
+    words, roles = "what-it-says", set[str]()
+    for role, messages_before, messages_after in (("system", [], [user]), ("tool", [user, answer], [])):
         try:
-            if words not in render([*before, {"role": role, "content": words}, *after]):
-                unwritten.add(role)
+            if words not in render([*messages_before, {"role": role, "content": words}, *messages_after]):
+                roles.add(role)
         except ValueError:
-            unwritten.add(role)
-    return frozenset(unwritten)
+            roles.add(role)
+    return frozenset(roles)
 
 
 def _move_replies(chat: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -159,7 +163,7 @@ def _simplify_message(message: Message, writes_calls: bool) -> dict[str, Any]:
     plain = {**message, "content": message.get("content") or ""}
     if not (calls := plain.pop("tool_calls", None)):
         return plain
-    functions = [{"name": c["function"]["name"], "arguments": arguments_of(c)} for c in calls]
+    functions = [{"name": c["function"]["name"], "arguments": parse_arguments(c)} for c in calls]
     if writes_calls:
         plain["tool_calls"] = [
             {**call, "type": "function", "function": function}
@@ -171,7 +175,7 @@ def _simplify_message(message: Message, writes_calls: bool) -> dict[str, Any]:
     return plain
 
 
-def arguments_of(call: Mapping[str, Any]) -> Any:
+def parse_arguments(call: Mapping[str, Any]) -> Any:
     """The arguments of a call, parsed, as templates write the JSON themselves; as they are if invalid."""
     arguments = call["function"].get("arguments") or "{}"
     if not isinstance(arguments, str):
@@ -182,7 +186,7 @@ def arguments_of(call: Mapping[str, Any]) -> Any:
         return arguments
 
 
-def with_instructions(messages: Sequence[Message], tools: Sequence[str]) -> list[dict[str, Any]]:
+def add_instructions(messages: Sequence[Message], tools: Sequence[str]) -> list[dict[str, Any]]:
     """The chat with a system message that says how to call ``tools``, one line per tool."""
     instructions, chat = _INSTRUCTIONS.format(tools="\n".join(tools)), [dict(message) for message in messages]
     if chat and chat[0]["role"] == "system":

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 NO_EXPERT = -1  # routing of a token that never passed through the layers (the last one sampled)
-Constraint = Callable[[np.ndarray], np.ndarray]  # an answer so far -> [vocabulary] bool: what must not follow
+Constraint = Callable[[np.ndarray], np.ndarray]  # tokens of an answer -> [vocabulary] bool: banned next
 
 
 def _format_brief(self: Any) -> str:
@@ -27,11 +27,11 @@ def _format_brief(self: Any) -> str:
     ``asyncio.run`` formats its main task with the result whenever it ends (``signal`` looks the handler up as
     an enum member and discards the message), so a repr must be cheap for values of any size.
     """
-    values = (f"{field.name}={_shown(getattr(self, field.name))}" for field in fields(self))
+    values = (f"{field.name}={_format_value(getattr(self, field.name))}" for field in fields(self))
     return f"{type(self).__name__}({', '.join(values)})"
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, np.ndarray):
         return f"{value.dtype}{list(value.shape)}"
     if isinstance(value, tuple) and value and is_dataclass(value[0]):
@@ -52,7 +52,7 @@ class Stop(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
     """Parameters of drawing one completion. ``top_k=0``, ``top_p=1`` and ``min_p=0`` mean off;
-    ``temperature=0`` is greedy.
+    ``temperature=0`` is greedy. Raises ValueError for a value out of range.
 
     Order of the filters as in vLLM: temperature, then top-k, top-p, min-p on the scaled distribution.
     """
@@ -86,13 +86,14 @@ class Sampling:
 
     @property
     def filtered(self) -> bool:
-        """May a filter cut what is drawn from? A greedy token is not drawn."""
+        """Whether a filter may remove tokens before one is drawn; False for greedy sampling, which draws
+        none."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Support:
-    """The token ids that each of T tokens was drawn from, ragged: what top-k, top-p and min-p had kept.
+    """The token ids that each of T tokens was drawn from, ragged: those that top-k, top-p and min-p had kept.
 
     A count of 0 is the whole vocabulary (no filter cut anything, or the token is context). A trainer whose
     log-probabilities are normalised over the same ids has the sampler's action space ("Keep Sampling Mask",
@@ -117,10 +118,10 @@ class Support:
         return cls(counts=np.zeros(length, np.int32), ids=np.empty(0, np.int32))
 
     @classmethod
-    def of(cls, kept: Sequence[np.ndarray]) -> Support:
+    def of(cls, ids_by_token: Sequence[np.ndarray]) -> Support:
         """The support of tokens, from the ids [n] of each."""
-        counts = np.array([len(ids) for ids in kept], np.int32)
-        return cls(counts=counts, ids=np.concatenate([np.empty(0, np.int32), *kept]))
+        counts = np.array([len(ids) for ids in ids_by_token], np.int32)
+        return cls(counts=counts, ids=np.concatenate([np.empty(0, np.int32), *ids_by_token]))
 
     @classmethod
     def concatenate(cls, parts: Sequence[Support]) -> Support:
@@ -131,11 +132,11 @@ class Support:
     def split(self, size: int) -> list[Support]:
         """Pieces of ``size`` tokens (the last may be shorter); views, nothing is copied."""
         ends = np.cumsum(self.counts, dtype=np.int64)
-        firsts = range(0, len(self), size)
-        edges = [0, *(int(ends[min(first + size, len(self)) - 1]) for first in firsts)]
+        starts = range(0, len(self), size)
+        edges = [0, *(int(ends[min(start + size, len(self)) - 1]) for start in starts)]
         return [
-            Support(counts=self.counts[first : first + size], ids=self.ids[edges[n] : edges[n + 1]])
-            for n, first in enumerate(firsts)
+            Support(counts=self.counts[start : start + size], ids=self.ids[edges[n] : edges[n + 1]])
+            for n, start in enumerate(starts)
         ]
 
     def take(self, tokens: np.ndarray) -> Support:
@@ -164,11 +165,11 @@ class Request:
     sampling: Sampling
     seed: tuple[int, ...]
     uid: str = ""  # of the Prompt: whose history may be drafted from; empty: unknown
-    routes_from: int = 0  # the caller has the routes of the tokens before it: they are not returned again
+    routes_from: int = 0  # the first token whose routes are returned: the caller has those before it
     policy: str = ""  # by name, of those that the engine serves; "": the one that is trained
     top_logprobs: int = 0  # listeners get so many of the likeliest tokens beside each that was drawn
     salt: str = ""  # keys and values of equal prefixes are shared among requests of one salt alone
-    constraint: Constraint | None = None  # where it leaves nothing, the answer ends as an ERROR
+    constraint: Constraint | None = None  # an answer of which it bans every next token ends as an ERROR
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -194,11 +195,11 @@ class Completion:
     token was never an input, so its row is NO_EXPERT.
 
     ``edges[t]`` is the probability of all tokens before token t in vocabulary order. The sampler draws by
-    inverse transform, so the uniform of t fell into [edge, edge + p); under the next policy, a near one, a
-    uniform in that interval will most likely give the same token.
+    inverse transform, so the uniform of t fell into [edge, edge + p). The next policy is similar, so a
+    uniform in that interval will most likely give the same token under it.
 
-    ``support`` is None where no filter was on, or none was recorded. The bans of ``min_tokens`` are in it
-    where a filter is on beside them, and nowhere else.
+    ``support`` is None if no filter was on, or if none was recorded. It includes the bans of ``min_tokens``
+    only if a filter is on, too.
 
     ``injected`` marks tokens that were put into the answer and not sampled (``rollout.interrupt``): their
     log-probability is 0 and their version -1, and nothing is learned from them. None: all were sampled.
@@ -236,19 +237,20 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Publication:
-    """A policy on its way to the samplers: adapters alone (megabytes), or all weights where all are trained.
+    """A policy on its way to the samplers: adapters alone (megabytes), or all weights if all are trained.
 
-    ``fingerprint`` is of what a sampler has to serve once it has read ``payload``; empty stands for the base.
+    ``fingerprint``: of the weights that a sampler has to serve after it has read ``payload``; empty: the
+    base.
     """
 
     version: int
     fingerprint: str
     payload: Any = None  # ``model.wire.pack`` of the adapters; None: the base, without adapters
     size: int = 0  # bytes of the payload
-    path: str = ""  # a file that holds the payload instead, where it is large and the host is the same
+    path: str = ""  # a file that holds a large payload instead, for samplers of the same host
     answers: tuple[
         tuple[str, int, tuple[HistoryEntry, ...]], ...
-    ] = ()  # (uid, step, answers): drafts for what comes
+    ] = ()  # (uid, step, answers), from which later answers are drafted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -258,7 +260,7 @@ class PollResult:
     done: tuple[tuple[int, Completion], ...]  # (id of the call, answer); dropped calls end as ABORT
     version: int
     fingerprint: str  # of the weights that it serves, computed from these
-    sampled: int  # tokens since it began: what stands still makes no progress; -1: unknown
+    sampled: int  # tokens since it began, by which progress is measured; -1: unknown
     progress: tuple[tuple[int, int], ...] = ()  # (id, tokens so far) of calls that run, where it is known
     spans: tuple[Any, ...] = ()  # ``timeline.Span``: what it did since it was last queried
     counters: Mapping[str, float] = field(default_factory=dict)  # of its engine, since it began
@@ -296,8 +298,8 @@ class Prompt:
     @property
     def prefill(self) -> str | None:
         """The assistant's words at the end of a chat, with which its answer begins; None without."""
-        last = self.messages[-1] if self.messages else {}
-        return str(last.get("content") or "") if last.get("role") == "assistant" else None
+        last_message = self.messages[-1] if self.messages else {}
+        return str(last_message.get("content") or "") if last_message.get("role") == "assistant" else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -313,7 +315,7 @@ class Turn:
 
     context: np.ndarray  # [C] int32: the prompt in turn 0, a tool's reply later
     completion: Completion
-    new_row: bool = False  # the context is a whole prompt: nothing of the turns before stands in front of it
+    new_row: bool = False  # the context is a whole prompt, which does not continue the turns before it
     in_thought: bool = False  # the answer ends inside a thought, its own or one that the context had opened
 
 
@@ -327,8 +329,8 @@ class Reward:
     reason: str = ""
     parts: Mapping[str, float | None] = field(default_factory=dict)  # by reward function
     failed: Mapping[str, str] = field(default_factory=dict)  # by function: what is wrong, and its traceback
-    metrics: Mapping[str, float] = field(default_factory=dict)  # that functions logged of the whole group
-    extra: Mapping[str, Any] = field(default_factory=dict)  # that they logged of this answer
+    metrics: Mapping[str, float] = field(default_factory=dict)  # logged by functions, of the whole group
+    extra: Mapping[str, Any] = field(default_factory=dict)  # logged by functions, of this answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -354,7 +356,9 @@ class Trajectory:
     def rows(self) -> list[tuple[Turn, ...]]:
         """The turns of each row of tokens; one row for an episode that only grows."""
         starts = [k for k, turn in enumerate(self.turns) if turn.new_row or not k]
-        return [self.turns[a:b] for a, b in zip(starts, [*starts, len(self.turns)][1:], strict=True)]
+        return [
+            self.turns[start:stop] for start, stop in zip(starts, [*starts, len(self.turns)][1:], strict=True)
+        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -421,8 +425,8 @@ class Microbatch:
         tokens     P P P A B
         positions  0 1 2 3 3
         segments   [0,3) [3,4)<-[0,3) [4,5)<-[0,3)
-        rows       2 3 2 4          the row whose hidden state predicts ...
-        targets    A A B B          ... this token
+        rows       2 3 2 4          rows whose hidden states predict the targets
+        targets    A A B B
 
     All arrays below ``rows`` have length R, one entry per trained token, in the order of ``targets``.
     """

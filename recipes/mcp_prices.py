@@ -19,7 +19,7 @@ from typing import Any
 from mcp.server.mcpserver import MCPServer
 
 from ostinato.env.tools import resolve_tools
-from ostinato.tool_calls import with_instructions
+from ostinato.tool_calls import add_instructions
 
 server = MCPServer("shop")
 PRICES = random.Random(7).choices(range(10, 100), k=1000)
@@ -45,7 +45,7 @@ def chats(rows: int = 1024) -> Iterator[dict[str, Any]]:
         item, gold = draw.randrange(1000), draw.randrange(10, 100)
         asked: list[Any] = [{"role": "user", "content": f"What is the price of {item}?"}]
         if draw.random() < 1 / 4:
-            asked = with_instructions(asked, [signature])
+            asked = add_instructions(asked, [signature])
         last = {"role": "assistant", "content": f"#### {gold}"}
         call = json.dumps({"name": "price", "arguments": {"item": item}})
         asks = [

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ostinato.parallel.placement import contiguous
+from ostinato.parallel.placement import place_contiguously
 from ostinato.types import NO_EXPERT, Completion, Group, Prompt, Reward, Sample, Stop, Trajectory, Turn
 
 
@@ -83,4 +83,4 @@ def drawn(
 
 def scattered(layers: int, experts: int, ranks: int, seed: int = 0) -> np.ndarray:
     """[L, E]: equally many experts to each rank, drawn at random for every layer."""
-    return np.random.default_rng(seed).permuted(contiguous(layers, experts, ranks), axis=1)
+    return np.random.default_rng(seed).permuted(place_contiguously(layers, experts, ranks), axis=1)

@@ -68,7 +68,7 @@ class Toy:
             time.sleep(1000)
         if what == "refuse":
             self.trouble = NONE  # once
-            cause = Diagnosis(cause=Cause.SHIFTED, best=1.0)
+            cause = Diagnosis(cause=Cause.SHIFTED, fixed_overlap=1.0)
             raise Misaligned(f"step {self.steps + 1} has routes of others", cause)
         raise ValueError(f"step {self.steps + 1} does not suit rank {self.rank}")
 

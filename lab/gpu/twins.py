@@ -22,7 +22,7 @@ from ostinato.model.moe import ExpertLora
 from ostinato.model.ops import TORCH_OPS, Ops
 from ostinato.model.packed import PackedAttention
 from ostinato.model.shapes import AdapterSpec
-from ostinato.train.passes import head_products
+from ostinato.train.passes import choose_head_products
 from ostinato.types import Sampling, Segment
 
 if TYPE_CHECKING:
@@ -256,7 +256,7 @@ def head(world: World) -> Lines:
     assert twin.grad is not None
     sets = {"": TORCH_OPS} | ({} if world.kernels is None else {"triton: ": world.kernels.ops})
     for label, ops in sets.items():
-        nt, nn = head_products(decoder, ops)
+        nt, nn = choose_head_products(decoder, ops)
         ours = hidden.to(world.device, copy=True).requires_grad_()
         found, _ = linear_logprobs(
             ours, weight, targets.to(world.device), matmul_nt=nt, matmul_nn=nn, head=ops.head

@@ -65,10 +65,10 @@ def advantages(
 ) -> list[np.ndarray]:
     """Advantages of every completion of a step; ``rewards`` holds one array [G] per prompt, NaN = no verdict.
 
-    A = (r - baseline) / (std + EPS). With ``drop_zero_variance`` a group whose verdicts are all equal
-    leaves as NaN. A group with only one verdict has nothing to compare it with: NaN under a group
-    baseline or scale. Raises ValueError for a group of fewer than 2 completions under these, for choices
-    that do not fit together (``check_choices``) and for an infinite reward.
+    A = (r - baseline) / (std + EPS). With ``drop_zero_variance`` a group whose verdicts are all equal leaves
+    as NaN. A group with only one verdict has nothing to compare it with: NaN under a group baseline or scale.
+    Raises ValueError for a group of fewer than 2 completions under these or with ``drop_zero_variance``, for
+    choices that do not fit together (``check_choices``) and for an infinite reward.
     """
     check_choices(baseline, scale, batch_pool)
     groups = [np.asarray(group, dtype=np.float64) for group in rewards]
@@ -76,10 +76,10 @@ def advantages(
         check_group_size(len(group), baseline, scale, drop_zero_variance)
         if np.isinf(group).any():
             raise ValueError(f"a reward is infinite: {group.tolist()}; return a finite number or None")
-    is_flat_by_group = np.array([zero_variance(group) for group in groups], dtype=bool)
+    is_flat_by_group = np.array([has_zero_variance(group) for group in groups], dtype=bool)
     centred = [_subtract_baseline(group, baseline) for group in groups]
     if baseline is Baseline.BATCH_MEAN and groups:
-        mean = _mean(np.concatenate(groups))
+        mean = _average_known(np.concatenate(groups))
         centred = [group - mean for group in groups]
     match scale:
         case Scale.NONE:
@@ -111,21 +111,21 @@ def advantages_apart(rewards: Sequence[np.ndarray], weights: Sequence[float]) ->
     sums = []
     for group in rewards:
         terms = [
-            weight * (np.where(np.isnan(row), np.nan, 0.0) if zero_variance(row) else _standardise(row))
+            weight * (np.where(np.isnan(row), np.nan, 0.0) if has_zero_variance(row) else _standardise(row))
             for row, weight in zip(group, weights, strict=True)
         ]
         has_no_verdict = np.isnan(group).all(axis=0)
         sums.append(np.where(has_no_verdict, np.nan, np.nansum(terms, axis=0)))
     step = np.concatenate([*sums, np.zeros(0)])
-    return [(group - _mean(step)) / (_measure_std(step) + EPS) for group in sums]
+    return [(group - _average_known(step)) / (_measure_std(step) + EPS) for group in sums]
 
 
 def _standardise(row: np.ndarray) -> np.ndarray:
     """(row - mean) / (std + EPS) over its verdicts."""
-    return (row - _mean(row)) / (_measure_std(row) + EPS)
+    return (row - _average_known(row)) / (_measure_std(row) + EPS)
 
 
-def zero_variance(rewards: np.ndarray) -> bool:
+def has_zero_variance(rewards: np.ndarray) -> bool:
     """Whether the verdicts of a group, [G] or of each of K functions [K, G], are all equal (also when there
     are fewer than two)."""
     rows = [row[~np.isnan(row)] for row in np.atleast_2d(rewards)]
@@ -137,14 +137,14 @@ def check_choices(baseline: Baseline, scale: Scale, batch_pool: Pool) -> None:
 
     Equal rewards would then become advantages of 1 / EPS.
     """
-    batch_baseline = baseline is Baseline.BATCH_MEAN
+    is_batch_mean = baseline is Baseline.BATCH_MEAN
     if baseline is Baseline.NONE and scale is not Scale.NONE:
         raise ValueError(
             f"algo.baseline is 'none' but scale is '{scale}'; use scale 'none' or another baseline"
         )
-    if batch_baseline and scale is Scale.GROUP:
+    if is_batch_mean and scale is Scale.GROUP:
         raise ValueError("algo.baseline is 'batch_mean' but scale is 'group'; use scale 'batch' or 'none'")
-    if batch_baseline and scale is Scale.BATCH and batch_pool is Pool.KEPT:
+    if is_batch_mean and scale is Scale.BATCH and batch_pool is Pool.KEPT:
         raise ValueError(
             "algo.batch_pool is 'kept' but under baseline 'batch_mean' flat groups have advantages too; "
             "use batch_pool 'all'"
@@ -154,7 +154,8 @@ def check_choices(baseline: Baseline, scale: Scale, batch_pool: Pool) -> None:
 def check_group_size(
     group_size: int, baseline: Baseline, scale: Scale, drop_zero_variance: bool = False
 ) -> None:
-    """Raise ValueError when a completion would be compared with its siblings and has none."""
+    """Raise ValueError for a group of one completion that is to be compared with its siblings, or that
+    ``drop_zero_variance`` would drop."""
     if group_size >= 2:
         return
     if baseline in (Baseline.GROUP_MEAN, Baseline.LEAVE_ONE_OUT) or scale is Scale.GROUP:
@@ -183,17 +184,18 @@ def overlong_penalty(lengths: np.ndarray, *, max_tokens: int, buffer: int, facto
 
 
 def _subtract_baseline(group: np.ndarray, baseline: Baseline) -> np.ndarray:
-    """Rewards [G] minus their group baseline, NaN with fewer than two verdicts; unchanged under others."""
+    """Rewards [G] minus the baseline of the group, all NaN with fewer than two verdicts. Without a group
+    baseline the rewards themselves."""
     if baseline not in (Baseline.GROUP_MEAN, Baseline.LEAVE_ONE_OUT):
         return group
     num_verdicts = int((~np.isnan(group)).sum())
     if num_verdicts < 2:
         return np.full_like(group, np.nan)
     factor = num_verdicts / (num_verdicts - 1) if baseline is Baseline.LEAVE_ONE_OUT else 1.0
-    return (group - _mean(group)) * factor
+    return (group - _average_known(group)) * factor
 
 
-def _mean(values: np.ndarray) -> float:
+def _average_known(values: np.ndarray) -> float:
     """Mean of the values that are not NaN; NaN without any."""
     verdicts = values[~np.isnan(values)]
     return float(verdicts.mean()) if len(verdicts) else np.nan

@@ -43,7 +43,7 @@ class Reference(StrEnum):
 class Anchor(StrEnum):
     """The policy whose log-probabilities are the denominator of the ratio new / old."""
 
-    AUTO = "auto"  # the trainer's where there is a correction, else the sampler's ("bypass")
+    AUTO = "auto"  # with a correction the trainer's, without one the sampler's ("bypass")
     TRAINER = "trainer"  # the trainer's at the start of the step, even without a correction
 
 
@@ -56,12 +56,15 @@ class Algorithm:
     trainer at the start of the step, and trainer/sampler is corrected separately, within bounds that
     ``algorithm`` takes from ``BOUNDS``. ``anchor="trainer"`` without a correction ignores the mismatch: what
     the literature calls GRPO without importance sampling, and the baseline in one study of the lab.
+
+    Raises ValueError for numbers out of range, for choices that do not fit together (``check_choices``), and
+    where neither rewards nor a teacher would teach anything.
     """
 
     name: str = "grpo"
     loss: Loss | OwnLoss = Loss.CLIPPED
-    clip_low: float = 0.2  # the ratio is kept above 1 - clip_low ...
-    clip_high: float = 0.2  # ... and below 1 + clip_high
+    clip_low: float = 0.2  # 1 - clip_low is the lower bound of the ratio
+    clip_high: float = 0.2  # 1 + clip_high is its upper bound
     ratio_cap: float = 5.0  # CISPO: absolute cap of the ratio
     rewards: Rewards = Rewards.SUM  # of several functions: summed, or each compared by itself
     baseline: Baseline = Baseline.GROUP_MEAN
@@ -71,24 +74,24 @@ class Algorithm:
     drop_zero_variance: bool = False
     mask_truncated: bool = False  # completions cut by length are not trained on
     overlong_buffer: float = 0.0  # share of max_tokens over which the reward falls; 0 = off
-    overlong_factor: float = 1.0  # ... by this much
-    overlong_scope: Overlong = Overlong.ALL  # ... of all answers, or of solved ones
+    overlong_factor: float = 1.0  # by how much it falls
+    overlong_scope: Overlong = Overlong.ALL  # the answers whose reward falls
     anchor: Anchor = Anchor.AUTO
     correction: Correction = Correction.NONE
     correction_low: float = 0.0
     correction_high: float = 2.0
-    kl_coef: float = 0.0  # of k3 to the reference policy
+    kl_coef: float = 0.0  # weight of k3 to the reference policy
     kl_reference: Reference = Reference.BASE
-    teacher_coef: float = 0.0  # of log p(teacher) - log p(policy) in the advantage of a token
-    reward_coef: float = 1.0  # of the advantage by rewards; 0: rewards are measured only
+    teacher_coef: float = 0.0  # weight of log p(teacher) - log p(policy) in the advantage of a token
+    reward_coef: float = 1.0  # weight of the advantage by rewards; 0: rewards are measured only
     entropy_coef: float = 0.0
     shuffled: bool = False  # a control: the rewards of a group are permuted among its answers
     overridden: tuple[str, ...] = ()  # the user's keys, in their order
 
     def __post_init__(self) -> None:
-        for name, lowest in _LOWEST.items():
-            if not lowest <= getattr(self, name) < float("inf"):
-                raise ValueError(f"algo.{name} is {getattr(self, name)}; use a number from {lowest:g}")
+        for name, minimum in _MINIMA.items():
+            if not minimum <= getattr(self, name) < float("inf"):
+                raise ValueError(f"algo.{name} is {getattr(self, name)}; use a number from {minimum:g}")
         if self.clip_low > 1 and self.loss in (Loss.CLIPPED, Loss.SEQUENCE_CLIPPED):
             raise ValueError(f"algo.clip_low is {self.clip_low}; a ratio is positive, use at most 1")
         if self.overlong_buffer > 1:
@@ -105,7 +108,7 @@ class Algorithm:
         check_choices(self.baseline, self.scale, self.batch_pool)
 
     @property
-    def decoupled(self) -> bool:
+    def is_decoupled(self) -> bool:
         """Whether the ratio is anchored to the trainer's policy, not to the sampler's."""
         return self.anchor is Anchor.TRAINER or self.correction is not Correction.NONE
 
@@ -125,7 +128,7 @@ class Algorithm:
         return self.entropy_coef > 0
 
 
-_LOWEST = {
+_MINIMA = {
     "clip_low": 0.0,
     "clip_high": 0.0,
     "ratio_cap": 1.0,
@@ -206,10 +209,12 @@ BOUNDS: Mapping[Correction, tuple[float, float]] = {
 
 
 def algorithm(name: str, **overrides: Any) -> Algorithm:
-    """The algorithm called ``name`` with the user's keys on top; enum values may be given as strings.
+    """The algorithm called ``name`` with the user's keys on top; enum values may be given as strings. A
+    correction has the bounds of ``BOUNDS`` unless the user gives others.
 
-    Raises ValueError, with the nearest match, for an unknown name, key or value, for a value of the wrong
-    type, and for a key that has no effect given the others.
+    Raises ValueError for an unknown name, key or value (with the nearest match), for a value of the wrong
+    type, for an own loss that cannot be used, for values that ``Algorithm`` refuses, and for a key that has
+    no effect under the other choices.
     """
     if name not in NAMED:
         key = _find_key_of_choice(name)
@@ -226,13 +231,13 @@ def algorithm(name: str, **overrides: Any) -> Algorithm:
     if bounds := BOUNDS.get(choices.get("correction", Correction.NONE)):
         choices = {"correction_low": bounds[0], "correction_high": bounds[1], **choices}
     result = Algorithm(**{**choices, "name": name, "overridden": tuple(overrides)})
-    for key, reason in _idle_keys(result).items():
+    for key, reason in _find_idle_keys(result).items():
         if key in overrides:
             raise ValueError(f"algo.{key} has no effect because {reason}; remove it or change that")
     return result
 
 
-def _policy_term(
+def _compute_policy_term(
     algorithm: Algorithm,
     new_logprobs: Tensor,
     old_logprobs: Tensor,
@@ -274,8 +279,8 @@ def policy_loss(
     """The loss of one microbatch: policy term + kl_coef * k3(new || ref) - entropy_coef * entropy. With
     teacher_coef the policy term uses the advantages of ``losses.add_teacher_kl``.
 
-    Arguments as in ``algo.losses``, all [R]; ``num_samples`` is the batch's. ``entropy`` needs a gradient.
-    Raises ValueError when a term with a non-zero coefficient lacks its tensor.
+    Arguments as in ``algo.losses``, all [R]; ``num_samples`` is the batch's. Raises ValueError when a term
+    with a non-zero coefficient lacks its tensor, or the entropy its gradient.
     """
     teacher_stats: dict[str, Tensor] = {}
     if algorithm.needs_teacher:
@@ -287,7 +292,7 @@ def policy_loss(
             advantages, new_logprobs, teacher_logprobs, algorithm.teacher_coef
         )
     per_token = (new_logprobs, old_logprobs, advantages, weights)
-    terms = _policy_term(algorithm, *per_token, (sample_idx, num_samples), correction)
+    terms = _compute_policy_term(algorithm, *per_token, (sample_idx, num_samples), correction)
     total, stats = terms.total, terms.stats | teacher_stats
     if algorithm.needs_reference:
         if ref_logprobs is None:
@@ -304,37 +309,38 @@ def policy_loss(
     return LossTerms(total, terms.count, stats)
 
 
-def _idle_keys(chosen: Algorithm) -> dict[str, str]:
-    """Keys that have no effect under the other choices, and why."""
-    has_clip = chosen.loss in (Loss.CLIPPED, Loss.SEQUENCE_CLIPPED)
-    is_truncated = chosen.correction in (Correction.TOKEN_TRUNCATE, Correction.SEQUENCE_TRUNCATE)
-    loss, correction = f"algo.loss is '{chosen.loss}'", f"algo.correction is '{chosen.correction}'"
-    is_corrected = chosen.correction is not Correction.NONE
-    rewards_unused = (chosen.reward_coef == 0, "algo.reward_coef is 0")
-    rewards_apart = (
-        chosen.rewards is Rewards.APART,
+def _find_idle_keys(choices: Algorithm) -> dict[str, str]:
+    """{key: reason} of the keys that have no effect under the other choices."""
+    has_clip = choices.loss in (Loss.CLIPPED, Loss.SEQUENCE_CLIPPED)
+    is_truncated = choices.correction in (Correction.TOKEN_TRUNCATE, Correction.SEQUENCE_TRUNCATE)
+    loss, correction = f"algo.loss is '{choices.loss}'", f"algo.correction is '{choices.correction}'"
+    is_corrected = choices.correction is not Correction.NONE
+    unused_rewards_rule = (choices.reward_coef == 0, "algo.reward_coef is 0")
+    apart_rule = (
+        choices.rewards is Rewards.APART,
         "algo.rewards is 'apart', which compares with the group",
     )
-    rules = {
+    rule_by_key = {
         "clip_low": (not has_clip, loss),
         "clip_high": (not has_clip, loss),
-        "ratio_cap": (chosen.loss is not Loss.CISPO, loss),
-        **dict.fromkeys(("rewards", "overlong_buffer"), rewards_unused),
-        **dict.fromkeys(("baseline", "scale"), rewards_apart if rewards_apart[0] else rewards_unused),
-        "batch_pool": rewards_apart
-        if rewards_apart[0]
-        else (chosen.scale is not Scale.BATCH, f"algo.scale is '{chosen.scale}'"),
-        "overlong_factor": (chosen.overlong_buffer == 0, "algo.overlong_buffer is 0"),
-        "overlong_scope": (chosen.overlong_buffer == 0, "algo.overlong_buffer is 0"),
+        "ratio_cap": (choices.loss is not Loss.CISPO, loss),
+        **dict.fromkeys(("rewards", "overlong_buffer"), unused_rewards_rule),
+        **dict.fromkeys(("baseline", "scale"), apart_rule if apart_rule[0] else unused_rewards_rule),
+        "batch_pool": apart_rule
+        if apart_rule[0]
+        else (choices.scale is not Scale.BATCH, f"algo.scale is '{choices.scale}'"),
+        "overlong_factor": (choices.overlong_buffer == 0, "algo.overlong_buffer is 0"),
+        "overlong_scope": (choices.overlong_buffer == 0, "algo.overlong_buffer is 0"),
         "correction_low": (is_truncated or not is_corrected, correction),
         "correction_high": (not is_corrected, correction),
-        "anchor": (is_corrected or chosen.loss is Loss.REINFORCE, correction if is_corrected else loss),
+        "anchor": (is_corrected or choices.loss is Loss.REINFORCE, correction if is_corrected else loss),
     }
-    return {key: reason for key, (is_idle, reason) in rules.items() if is_idle}
+    return {key: reason for key, (is_idle, reason) in rule_by_key.items() if is_idle}
 
 
 def _parse_value(key: str, value: Any) -> Any:
-    """``value`` in the type of the field ``key``. Raises ValueError for another type or an unknown choice."""
+    """``value`` in the type of the field ``key``. Raises ValueError for another type, an unknown choice, and
+    an own loss that cannot be used."""
     default = getattr(_DEFAULTS, key)
     if key == "loss" and ":" in str(value):
         return load_loss(value)
@@ -370,10 +376,10 @@ def _explain_foreign_key(key: str, loss: Any) -> str:
     return key_hint(key)
 
 
-def _suggest_nearest(word: str, names: Any) -> str:
-    """A hint with the name closest to ``word``, if there is one, and all ``names``."""
-    matches = difflib.get_close_matches(word, list(names), n=1)
-    hint = f"did you mean {matches[0]!r}? " if matches else ""
+def _suggest_nearest(name: str, names: Any) -> str:
+    """A hint with the name closest to ``name``, if there is one, and all ``names``."""
+    close_names = difflib.get_close_matches(name, list(names), n=1)
+    hint = f"did you mean {close_names[0]!r}? " if close_names else ""
     return f"{hint}known: {', '.join(names)}"
 
 

@@ -33,7 +33,7 @@ CHUNK = 256
 CACHE_BYTES = 1 << 20  # half of a common L2 cache
 
 Matmul = Callable[[Tensor, Tensor], Tensor]
-Over = Callable[[Tensor], Tensor]
+Reduce = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +48,8 @@ class Vocabulary:
 
     start: int
     size: int
-    sum: Over
-    max: Over
+    sum: Reduce
+    max: Reduce
 
 
 def chunked_logprobs(
@@ -67,13 +67,13 @@ def chunked_logprobs(
 
     hidden: [R, D], targets: [R] integer, ``support``: of R tokens or None (the whole vocabulary for all),
     ``logits``: [n, D] -> [n, V], of the part of the ``vocabulary`` where there is one (None: all of it).
-    Returns logprobs [R] and entropy [R]
-    in fp32 (fp64 for fp64 logits), both with gradients to ``hidden`` and to whatever ``logits`` closes
-    over; detach the entropy to log it. Without ``want_entropy`` it is NaN, meaning not computed.
-    Logits are recomputed chunk by chunk in backward instead of being kept.
-    Raises ValueError for a target outside of its support.
+    Returns logprobs [R] and entropy [R] in fp32 (fp64 for fp64 logits), both with gradients to ``hidden`` and
+    to whatever ``logits`` closes over; detach the entropy to log it. Without ``want_entropy`` it is NaN,
+    meaning not computed. Logits are recomputed chunk by chunk in backward instead of being kept. Raises
+    ValueError for a target outside of its support, for no rows, for arguments of different lengths, and for a
+    temperature or a chunk that is not positive.
     """
-    _check(targets, hidden, support, temperature, chunk)
+    _check_arguments(targets, hidden, support, temperature, chunk)
 
     def score_chunk(hidden_nD: Tensor, targets_n: Tensor, support_n: Support | None) -> tuple[Tensor, Tensor]:
         scaled_nV = _widen_to_fp32(logits(hidden_nD)) / temperature
@@ -125,8 +125,8 @@ class _Sum(torch.autograd.Function):
     """Sum over parts. All parts compute the same from it, so each summand has the gradient of the sum."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, over: Over) -> Tensor:
-        return over(x.clone())
+    def forward(ctx: Any, x: Tensor, reduce: Reduce) -> Tensor:
+        return reduce(x.clone())  # ``reduce`` may overwrite its argument, which belongs to the graph
 
     @staticmethod
     @once_differentiable
@@ -159,14 +159,15 @@ def linear_logprobs(
     step is saved. The entropy has a gradient with ``entropy_grad`` only (one more GEMM), is NaN without
     ``want_entropy``, else detached.
 
-    ``matmul_nt(x [n, D], w [V, D]) -> [n, V]`` (overwritten here) and ``matmul_nn(dy [n, V], w [V, D]) ->
-    [n, D]``, both fp32 out, replace the default together: the FP32 head, both operands cast to fp32.
+    ``matmul_nt(x [n, D], w [V, D]) -> [n, V]`` (overwritten here) and ``matmul_nn(dy [n, V], w [V, D]) -> [n,
+    D]``, both fp32 out, replace the default together: the FP32 head, both operands cast to fp32.
     ``score(logits [n, V], temperature, targets [n]) -> [n]`` computes the log-probabilities instead, from
     logits that are -inf outside of a support; the gradients stay the same. ``head(logits [n, V], targets [n])
-    -> [n, 2]`` does what ``_score`` does, where the entropy needs no gradient.
-    Raises ValueError for a weight that requires a gradient and for a target outside of its support.
+    -> [n, 2]`` does what ``_score`` does, where the entropy needs no gradient. Raises ValueError for a weight
+    that requires a gradient, for ``entropy_grad`` without ``want_entropy``, for one of the matmuls alone, and
+    as ``chunked_logprobs`` does.
     """
-    _check(targets, hidden, support, temperature, chunk)
+    _check_arguments(targets, hidden, support, temperature, chunk)
     if weight.requires_grad:
         raise ValueError("weight requires a gradient; linear_logprobs freezes the head, use chunked_logprobs")
     if entropy_grad and not want_entropy:
@@ -219,8 +220,8 @@ class _LinearLogprobs(torch.autograd.Function):
         want_entropy,
         entropy_grad,
         vocabulary,
-        score_of,
-        head_of,
+        score_logits,
+        score_head,
         *matmuls,
     ):
         matmul_nt, matmul_nn = matmuls
@@ -228,31 +229,31 @@ class _LinearLogprobs(torch.autograd.Function):
         scores, slopes, entropy_slopes = [], [], []
         for hidden_nD, targets_n, support_n in _split_chunks(hidden, targets, support, chunk):
             logits_nV = _widen_to_fp32(matmul_nt(hidden_nD, weight))
-            if score_of is not None:
+            if score_logits is not None:
                 outside_nV = None if support_n is None else _mask_outside(support_n, logits_nV, None)
                 supported_nV = (
                     logits_nV if outside_nV is None else logits_nV.masked_fill(outside_nV, -torch.inf)
                 )
-                logprobs_n = score_of(supported_nV, temperature, targets_n)
+                logprobs_n = score_logits(supported_nV, temperature, targets_n)
             if temperature != 1:
                 logits_nV.div_(temperature)
             entropy_slope_nV = torch.empty_like(logits_nV) if want_slope and entropy_grad else None
             if vocabulary is not None:
-                score = _score_part(
+                chunk_scores = _score_part(
                     logits_nV, targets_n, support_n, entropy_slope_nV, vocabulary, want_entropy
                 )
-            elif head_of is None or entropy_slope_nV is not None or logits_nV.dtype != torch.float32:
-                score = _score(logits_nV, targets_n, support_n, entropy_slope_nV, want_entropy)
+            elif score_head is None or entropy_slope_nV is not None or logits_nV.dtype != torch.float32:
+                chunk_scores = _score(logits_nV, targets_n, support_n, entropy_slope_nV, want_entropy)
             else:
                 if support_n is not None:
                     _set_outside(logits_nV, support_n, logits_nV.new_full((), -torch.inf))
-                score = head_of(logits_nV, targets_n)
+                chunk_scores = score_head(logits_nV, targets_n)
                 if not want_entropy:
-                    score[:, 1] = torch.nan
-            if score_of is not None:
-                score[:, 0] = logprobs_n
-            scores.append(score)
-            if want_slope:
+                    chunk_scores[:, 1] = torch.nan
+            if score_logits is not None:
+                chunk_scores[:, 0] = logprobs_n
+            scores.append(chunk_scores)
+            if want_slope:  # scoring has left d logprob / d logits in logits_nV
                 slopes.append(matmul_nn(logits_nV, weight) / temperature)
             if entropy_slope_nV is not None:
                 entropy_slopes.append(matmul_nn(entropy_slope_nV, weight) / temperature)
@@ -271,7 +272,7 @@ class _LinearLogprobs(torch.autograd.Function):
         grad_RD = grad_logprobs[:, None] * slope_RD
         if entropy_slope_RD:
             grad_RD.addcmul_(grad_entropy[:, None], entropy_slope_RD[0])
-        return grad_RD.to(ctx.dtype), *(None,) * 12
+        return grad_RD.to(ctx.dtype), *(None,) * 12  # none for the 12 arguments behind ``hidden``
 
 
 def _split_chunks(
@@ -279,7 +280,7 @@ def _split_chunks(
 ) -> Iterator[tuple[Tensor, Tensor, Support | None]]:
     """The inputs of ``chunk`` rows at a time; the support is None where it restricts none of them."""
     parts = hidden.split(chunk), targets.split(chunk)
-    return zip(*parts, _split(support, chunk, len(parts[0])), strict=True)
+    return zip(*parts, _split_support(support, chunk, len(parts[0])), strict=True)
 
 
 def _score(
@@ -289,30 +290,32 @@ def _score(
     entropy_slope_nV: Tensor | None,
     want_entropy: bool,
 ) -> Tensor:
-    """(log p[target], entropy) [n, 2]. Leaves d log p[target] / d logits = onehot - p in ``logits_nV``.
+    """(log p[target], entropy) [n, 2]; the entropy is NaN without ``want_entropy``. Overwrites ``logits_nV``
+    with d log p[target] / d logits = onehot - p, and ``entropy_slope_nV``, if given, with d entropy / d
+    logits.
 
     A CPU takes a few rows at a time, in place: six passes over a tile in the cache are five times faster than
     six passes over the chunk in memory. A GPU takes the whole chunk at once.
     """
     num_rows, vocab_size = logits_nV.shape
-    in_cache = max(1, CACHE_BYTES // (vocab_size * logits_nV.element_size()))
-    tile = in_cache if logits_nV.device.type == "cpu" else num_rows
-    scratch = logits_nV.new_empty(min(tile, num_rows), vocab_size)
+    cache_rows = max(1, CACHE_BYTES // (vocab_size * logits_nV.element_size()))
+    tile_rows = cache_rows if logits_nV.device.type == "cpu" else num_rows
+    scratch = logits_nV.new_empty(min(tile_rows, num_rows), vocab_size)
     scores = logits_nV.new_full((num_rows, 2), torch.nan)
-    starts = range(0, num_rows, tile)
-    for start, part in zip(starts, _split(support, tile, len(starts)), strict=True):
-        rows = slice(start, start + tile)
+    starts = range(0, num_rows, tile_rows)
+    for start, tile_support in zip(starts, _split_support(support, tile_rows, len(starts)), strict=True):
+        rows = slice(start, start + tile_rows)
         z, target, score = logits_nV[rows], targets_n[rows, None], scores[rows]
         p = scratch[: len(z)]
-        if part is not None:
+        if tile_support is not None:
             # Any logit works outside, where p is set to 0 below: we take an ordinary one, since the
             # exponential of -1e30 takes twelve times as long.
-            _set_outside(z, part, z.gather(1, target))
+            _set_outside(z, tile_support, z.gather(1, target))
         z.sub_(z.amax(-1, keepdim=True))
         target_logit = z.gather(1, target)
         torch.exp(z, out=p)
-        if part is not None:
-            _set_outside(p, part, p.new_zeros(()))
+        if tile_support is not None:
+            _set_outside(p, tile_support, p.new_zeros(()))
         total = p.sum(-1, keepdim=True)
         score[:, :1] = target_logit - total.log()
         if want_entropy:
@@ -333,7 +336,8 @@ def _score_part(
     vocabulary: Vocabulary,
     want_entropy: bool,
 ) -> Tensor:
-    """``_score`` for the logits of a part of the vocabulary: a whole chunk at once, with two exchanges."""
+    """``_score``, with all that it overwrites, for the logits of a part of the vocabulary: a whole chunk at
+    once, with two exchanges."""
     z, zero = logits_nV, logits_nV.new_zeros(())
     if support is not None:
         _set_outside(z, support, torch.full_like(zero, _choose_masked_logit(z)), vocabulary)
@@ -350,15 +354,15 @@ def _score_part(
     if entropy_slope_nV is not None:
         torch.sub(z, total.log() - entropy, out=entropy_slope_nV).mul_(p).div_(-total)
     torch.div(p, -total, out=z)
-    local_ids, is_local = _place(targets_n, vocabulary)
+    local_ids, is_local = _locate_targets(targets_n, vocabulary)
     rows = is_local.nonzero().squeeze(1)
     z[rows, local_ids[rows]] = -torch.expm1(log_p[rows, 0])
     return torch.cat((log_p, entropy if want_entropy else torch.full_like(entropy, torch.nan)), dim=1)
 
 
-def _place(targets_n: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
-    """(index [n] of each target in this part of the vocabulary, 0 for those elsewhere; whether it is
-    here)."""
+def _locate_targets(targets_n: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
+    """(index of each target in this part of the vocabulary, 0 if it is in another; whether it is in this
+    one), each [n]."""
     local_ids = targets_n - vocabulary.start
     is_local = (local_ids >= 0) & (local_ids < vocabulary.size)
     return local_ids.masked_fill(~is_local, 0), is_local
@@ -366,42 +370,43 @@ def _place(targets_n: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
 
 def _gather_target_logits(z_nV: Tensor, targets_n: Tensor, vocabulary: Vocabulary) -> Tensor:
     """Logit [n] of the target, 0 where the target is in another part."""
-    local_ids, is_local = _place(targets_n, vocabulary)
+    local_ids, is_local = _locate_targets(targets_n, vocabulary)
     return z_nV.gather(1, local_ids[:, None]).squeeze(1).masked_fill(~is_local, 0)
 
 
-def _split(support: Support | None, size: int, number: int) -> list[Support | None]:
-    """The support in ``number`` pieces of ``size`` rows; None for a piece without a restricted row."""
+def _split_support(support: Support | None, size: int, num_parts: int) -> list[Support | None]:
+    """The support in ``num_parts`` pieces of ``size`` rows; None for a piece without a restricted row."""
     if support is None:
-        return [None] * number
+        return [None] * num_parts
     return [part if len(part.ids) else None for part in support.split(size)]
 
 
 def _set_outside(x_nV: Tensor, support: Support, value: Tensor, vocabulary: Vocabulary | None = None) -> None:
-    """Set x to ``value`` ([n, 1] or []) outside of the support of its row, in place; rows without one stay.
+    """Set x to ``value`` ([n, 1] or []) outside of the support of its row, in place. Rows without a support
+    are not changed.
 
     The kept entries are saved and put back, which costs one sweep where a mask of [n, V] costs many.
     """
-    positions, flat = _places(support, x_nV, vocabulary), x_nV.view(-1)
-    supported = flat[positions]
+    positions, flat = _find_kept_positions(support, x_nV, vocabulary), x_nV.view(-1)
+    kept_values = flat[positions]
     if support.counts.all():
         x_nV.copy_(value)  # a tenth of the time of a selection
     else:
-        restricted_n = torch.from_numpy(support.counts > 0).to(x_nV.device)
-        torch.where(restricted_n[:, None], value, x_nV, out=x_nV)
-    flat[positions] = supported
+        is_restricted_n = torch.from_numpy(support.counts > 0).to(x_nV.device)
+        torch.where(is_restricted_n[:, None], value, x_nV, out=x_nV)
+    flat[positions] = kept_values
 
 
 def _mask_outside(support: Support, z_nV: Tensor, vocabulary: Vocabulary | None) -> Tensor:
     """Mask [n, V] bool of the ids outside of the support of their row; False where a row has none."""
-    restricted = torch.from_numpy(support.counts > 0).to(z_nV.device)
-    outside_nV = restricted[:, None].expand(z_nV.shape).contiguous()
-    outside_nV.view(-1)[_places(support, z_nV, vocabulary)] = False
+    is_restricted = torch.from_numpy(support.counts > 0).to(z_nV.device)
+    outside_nV = is_restricted[:, None].expand(z_nV.shape).contiguous()
+    outside_nV.view(-1)[_find_kept_positions(support, z_nV, vocabulary)] = False
     return outside_nV
 
 
-def _places(support: Support, z_nV: Tensor, vocabulary: Vocabulary | None) -> Tensor:
-    """Int64 indices of the kept ids in the flattened logits, without those of other parts."""
+def _find_kept_positions(support: Support, z_nV: Tensor, vocabulary: Vocabulary | None) -> Tensor:
+    """Int64 indices of the ids of the support in the flattened logits, without those of other parts."""
     owners, ids = np.repeat(np.arange(len(support), dtype=np.int64), support.counts), support.ids
     if vocabulary is not None:
         is_local = (ids >= vocabulary.start) & (ids < vocabulary.start + vocabulary.size)
@@ -419,7 +424,9 @@ def _widen_to_fp32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _check(targets: Tensor, hidden: Tensor, support: Support | None, temperature: float, chunk: int) -> None:
+def _check_arguments(
+    targets: Tensor, hidden: Tensor, support: Support | None, temperature: float, chunk: int
+) -> None:
     """Raise ValueError for arguments that do not fit each other, or are out of range."""
     if len(targets) != len(hidden) or not len(targets):
         raise ValueError(

@@ -103,8 +103,8 @@ def mismatch(
 ) -> Mismatch:
     """Measure log r = trainer - sampler over R tokens, without gradient and without leaving the device.
 
-    ``correction``: the weights of ``importance_weights`` if any, to report what they changed. ``taus`` define
-    the tails F(tau): the share of tokens with abs(log r) > log tau.
+    ``correction``: the weights of ``importance_weights``, if any; the tokens that they mask or truncate are
+    counted. ``taus`` define the tails F(tau): the share of tokens with abs(log r) > log tau.
     """
     log_ratio = (trainer_logprobs - sampler_logprobs).detach().float()
     ratio = bounded_exp(log_ratio)
@@ -119,6 +119,7 @@ def mismatch(
     if correction is not None:
         sums["masked"] = (correction == 0).sum()
         sums["truncated"] = ((correction > 0) & (correction < ratio)).sum()
+    # the maximum of -ratio is the minimum of the ratio: parts are combined by maxima alone
     return Mismatch(len(ratio), sums, {"abs": gap.max(), "ratio": ratio.max(), "-ratio": -ratio.min()})
 
 

@@ -25,16 +25,17 @@ class OwnLoss(str):
     function: Callable[..., Any]
 
     def __new__(cls, spec: str) -> OwnLoss:
-        """Load and check the function at ``spec``. Raises ValueError where it is no such function."""
+        """Load the function at ``spec`` and try it on three tokens. Raises ValueError if there is none, or if
+        it raises, is not finite or has no gradient there."""
         loss = super().__new__(cls, spec)
         loss.function = load_named(spec, "algo.loss", nearest="clipped")
-        _check(loss)
+        _try_on_tokens(loss)
         return loss
 
     def __getnewargs__(self) -> tuple[str]:  # pickled and copied by its name
         return (str(self),)
 
-    def __getstate__(self) -> None:
+    def __getstate__(self) -> None:  # ``__new__`` loads the function again
         return None
 
     def terms(
@@ -64,13 +65,14 @@ class OwnLoss(str):
 
 @cache
 def load_loss(spec: str) -> OwnLoss:
-    """The loss at ``spec``, "file.py:function"; the file is run once in a process."""
+    """The loss at ``spec``, "file.py:function"; it is loaded and tried once in a process. Raises ValueError
+    as ``OwnLoss`` does."""
     return OwnLoss(spec)
 
 
-def _check(loss: OwnLoss) -> None:
-    """Call ``loss`` on three tokens. Raises ValueError for an error, a loss not finite or without
-    gradient."""
+def _try_on_tokens(loss: OwnLoss) -> None:
+    """Call ``loss`` on three tokens. Raises ValueError if it raises, returns other shapes, is not finite, or
+    has no gradient."""
     new_logprobs = torch.tensor([-1.0, -0.5, -2.0], requires_grad=True)
     sample_idx = torch.tensor([0, 0, 1])
     try:

@@ -43,34 +43,34 @@ def aggregation_weights(
         case Aggregation.TOKEN:
             denominators = np.full(len(samples), lengths.sum())
         case Aggregation.SAMPLE:
-            episode = _episodes(samples)
-            tokens = np.bincount(episode, weights=lengths)
-            denominators = tokens[episode] * np.count_nonzero(tokens)
+            episode_idx = _number_episodes(samples)
+            token_counts = np.bincount(episode_idx, weights=lengths)
+            denominators = token_counts[episode_idx] * np.count_nonzero(token_counts)
         case Aggregation.PROMPT:
             _, group_idx = np.unique([sample.group for sample in samples], return_inverse=True)
-            tokens = np.bincount(group_idx, weights=lengths)
-            denominators = tokens[group_idx] * np.count_nonzero(tokens)
+            token_counts = np.bincount(group_idx, weights=lengths)
+            denominators = token_counts[group_idx] * np.count_nonzero(token_counts)
         case Aggregation.CONSTANT:
             if max_tokens < 1:
                 raise ValueError(
                     f"max_tokens is {max_tokens} but aggregation 'constant' divides by it; use 1 or more"
                 )
-            episodes = int(_episodes(samples).max(initial=-1)) + 1
-            denominators = np.full(len(samples), episodes * max_tokens)
+            num_episodes = int(_number_episodes(samples).max(initial=-1)) + 1
+            denominators = np.full(len(samples), num_episodes * max_tokens)
     return [
         sample.loss_mask / np.float64(max(denominator, 1))
         for sample, denominator in zip(samples, denominators, strict=True)
     ]
 
 
-def _episodes(samples: Sequence[Sample]) -> np.ndarray:
+def _number_episodes(samples: Sequence[Sample]) -> np.ndarray:
     """Episode [S] int64 of each sample, numbered from 0."""
-    numbers: dict[tuple[int, int | None, int], int] = {}
+    number_by_key: dict[tuple[int, int | None, int], int] = {}
     keys = [
         (sample.group, sample.member, index if sample.member is None else -1)
         for index, sample in enumerate(samples)
     ]
-    return np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.int64)
+    return np.array([number_by_key.setdefault(key, len(number_by_key)) for key in keys], np.int64)
 
 
 def pack(
@@ -94,17 +94,18 @@ def pack(
     whole groups, in the order of ``samples`` and in numbers that differ by at most one, and is packed
     separately. With fewer groups than ``minibatches``, there is one minibatch per group.
 
-    Raises ValueError for a sample that trains on its prompt, that has no routing while others have one, or
-    that has a token outside of the support recorded for it.
+    Raises ValueError for ``tokens_per_microbatch`` below 1, and for a sample that trains on its prompt, has
+    no prompt, has weights of another length, has no routing while others have one, or has a token outside of
+    the support recorded for it.
     """
-    _check(samples, weights, tokens_per_microbatch)
+    _check_samples(samples, weights, tokens_per_microbatch)
     families_by_step = _split_into_steps(_group_families(samples, share_prompts), samples, minibatches)
     microbatches = [
-        replace(_build_microbatch(content, samples, weights, version), minibatch=step)
+        replace(_build_microbatch(parts, samples, weights, version), minibatch=step)
         for step, families in enumerate(families_by_step)
-        for content in _fill(families, samples, tokens_per_microbatch)
+        for parts in _fill_microbatches(families, samples, tokens_per_microbatch)
     ]
-    return _batch(microbatches, len(samples))
+    return _make_batch(microbatches, len(samples))
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +117,10 @@ class _Part:
     num_rows: int
 
 
-def _check(samples: Sequence[Sample], weights: Sequence[np.ndarray], tokens_per_microbatch: int) -> None:
-    """Raise ValueError for what ``pack`` cannot take."""
+def _check_samples(
+    samples: Sequence[Sample], weights: Sequence[np.ndarray], tokens_per_microbatch: int
+) -> None:
+    """Raise ValueError for the arguments that ``pack`` refuses."""
     if tokens_per_microbatch < 1:
         raise ValueError(f"tokens_per_microbatch is {tokens_per_microbatch}; use at least 1")
     for sample, weight in zip(samples, weights, strict=True):
@@ -133,24 +136,22 @@ def _check(samples: Sequence[Sample], weights: Sequence[np.ndarray], tokens_per_
                 f"sample {sample.uid}: loss_mask is True inside the prompt (prompt_len {sample.prompt_len}); "
                 "mask it, or shorten prompt_len to the tokens before the first trained one"
             )
-        if sample.support is not None and not (hits := sample.support.holds(sample.tokens)).all():
+        if sample.support is not None and not (is_held := sample.support.holds(sample.tokens)).all():
             raise ValueError(
-                f"sample {sample.uid}: token {int(hits.argmin())} is not in its support, the ids that it was "
-                "drawn from; record both in one pass or leave the support out"
+                f"sample {sample.uid}: token {int(is_held.argmin())} is not in its support, the ids that it "
+                "was drawn from; record both in one pass or leave the support out"
             )
     if len({sample.experts is None for sample in samples}) > 1:
-        missing = next(sample.uid for sample in samples if sample.experts is None)
-        raise ValueError(
-            f"sample {missing}: experts is missing but other samples have it; replay all or none"
-        )
+        uid = next(sample.uid for sample in samples if sample.experts is None)
+        raise ValueError(f"sample {uid}: experts is missing but other samples have it; replay all or none")
 
 
 def _split_into_steps(
     families: Sequence[list[int]], samples: Sequence[Sample], num_steps: int
 ) -> list[list[list[int]]]:
-    """The families of each of at most ``num_steps`` optimizer steps. Groups stay whole and in stream order,
-    which is already shuffled: split by size, as microbatches are filled, one step would get all the long
-    groups and another most of the prompts."""
+    """The families of each of at most ``num_steps`` optimizer steps. Groups stay whole and in the order of
+    the stream, which is shuffled. A split by size would give one step all the long groups, and another most
+    of the prompts."""
     groups = [samples[family[0]].group for family in families]
     group_index = {group: index for index, group in enumerate(dict.fromkeys(groups))}
     num_steps = min(num_steps, len(group_index))
@@ -160,10 +161,15 @@ def _split_into_steps(
     return families_by_step
 
 
-def _fill(families: Sequence[list[int]], samples: Sequence[Sample], budget: int) -> list[list[_Part]]:
+def _fill_microbatches(
+    families: Sequence[list[int]], samples: Sequence[Sample], budget: int
+) -> list[list[_Part]]:
     """The parts of every microbatch of at most ``budget`` rows."""
     parts = [part for family in families for part in _split_family(family, samples, budget)]
-    return [[parts[i] for i in bin_] for bin_ in _fill_bins([part.num_rows for part in parts], budget)]
+    return [
+        [parts[i] for i in part_indices]
+        for part_indices in _fill_bins([part.num_rows for part in parts], budget)
+    ]
 
 
 def _count_inputs(sample: Sample) -> int:
@@ -172,35 +178,37 @@ def _count_inputs(sample: Sample) -> int:
 
 
 def _group_families(samples: Sequence[Sample], share_prompts: bool) -> list[list[int]]:
-    """Indices of the samples that may share a prompt, in order of appearance; untrained samples left out."""
+    """Indices of the samples that may share a prompt, in order of appearance, without those that have no
+    trained token."""
     families: dict[tuple[int, bytes, bytes], list[int]] = {}
     for index, sample in enumerate(samples):
         if sample.loss_mask.any():
-            key = (sample.group, *_prompt(sample)) if share_prompts else (index, b"", b"")
+            key = (sample.group, *_make_prompt_key(sample)) if share_prompts else (index, b"", b"")
             families.setdefault(key, []).append(index)
     return list(families.values())
 
 
-def _prompt(sample: Sample) -> tuple[bytes, bytes]:
+def _make_prompt_key(sample: Sample) -> tuple[bytes, bytes]:
     """Key that siblings have in common where they share the rows of a prompt: its tokens and its routes."""
     routes = b"" if sample.experts is None else sample.experts[: sample.prompt_len].tobytes()
     return sample.tokens[: sample.prompt_len].tobytes(), routes
 
 
 def count_split_prompts(samples: Sequence[Sample]) -> int:
-    """Number of prompts that ``pack`` runs again since siblings were routed to different experts in them."""
-    prompts = {(sample.group, *_prompt(sample)) for sample in samples if sample.loss_mask.any()}
+    """Number of further times that ``pack`` runs a prompt because siblings were routed to different experts
+    in it."""
+    prompts = {(sample.group, *_make_prompt_key(sample)) for sample in samples if sample.loss_mask.any()}
     return len(prompts) - len({(group, tokens) for group, tokens, _ in prompts})
 
 
 def _split_family(family: list[int], samples: Sequence[Sample], budget: int) -> list[_Part]:
     """Parts of a family, each within the budget where that is possible, each with the whole prompt."""
     prompt_len = samples[family[0]].prompt_len
-    answers = [_count_inputs(samples[index]) - prompt_len for index in family]
+    answer_lengths = [_count_inputs(samples[index]) - prompt_len for index in family]
     parts = []
-    for bin_ in _fill_bins(answers, budget - prompt_len):
-        num_rows = prompt_len + sum(answers[i] for i in bin_)
-        members = tuple(family[i] for i in sorted(bin_))
+    for member_indices in _fill_bins(answer_lengths, budget - prompt_len):
+        num_rows = prompt_len + sum(answer_lengths[i] for i in member_indices)
+        members = tuple(family[i] for i in sorted(member_indices))
         parts.append(_Part(members=members, prefix=prompt_len if len(members) > 1 else 0, num_rows=num_rows))
     return parts
 
@@ -208,46 +216,51 @@ def _split_family(family: list[int], samples: Sequence[Sample], budget: int) -> 
 def _fill_bins(sizes: Sequence[int], capacity: int) -> list[list[int]]:
     """First-fit-decreasing bins of indices; an item beyond the capacity is alone in its bin."""
     bins: list[list[int]] = []
-    room: list[int] = []
-    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        bin_index = next((b for b, space in enumerate(room) if sizes[index] <= space), len(bins))
-        if bin_index == len(bins):
+    free_space: list[int] = []
+    for item in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        bin_idx = next((b for b, space in enumerate(free_space) if sizes[item] <= space), len(bins))
+        if bin_idx == len(bins):
             bins.append([])
-            room.append(capacity)
-        bins[bin_index].append(index)
-        room[bin_index] -= sizes[index]
+            free_space.append(capacity)
+        bins[bin_idx].append(item)
+        free_space[bin_idx] -= sizes[item]
     return bins
 
 
 @dataclass(slots=True)
 class _Layout:
-    """A microbatch being built: which tokens its forward rows are, and which row predicts each target."""
+    """The tokens of a microbatch's forward rows, and the row that predicts each target, while it is built."""
 
-    slices: list[tuple[int, int, int]] = field(default_factory=list)  # (sample, first token, end token)
+    slices: list[tuple[int, int, int]] = field(default_factory=list)  # (sample, first token, last token + 1)
     segments: list[Segment] = field(default_factory=list)
     rows: list[np.ndarray] = field(default_factory=list)  # per placed sample
     num_rows: int = 0
 
     def place(self, part: _Part, samples: Sequence[Sample]) -> None:
         """Append the rows of a part: its shared prompt, then the rest of each member."""
-        base = self.num_rows if part.prefix else 0
+        prompt_start = self.num_rows if part.prefix else 0
         if part.prefix:
             self._append(part.members[0], 0, part.prefix)
         for index in part.members:
-            start = self.num_rows
-            self._append(index, part.prefix, _count_inputs(samples[index]), prefix_start=base)
-            predictors = np.flatnonzero(samples[index].loss_mask) - 1
-            in_prompt = predictors < part.prefix
-            self.rows.append(np.where(in_prompt, base + predictors, start + predictors - part.prefix))
+            answer_start = self.num_rows
+            self._append(index, part.prefix, _count_inputs(samples[index]), prefix_start=prompt_start)
+            predictor_tokens = np.flatnonzero(samples[index].loss_mask) - 1
+            in_prompt = predictor_tokens < part.prefix
+            self.rows.append(
+                np.where(
+                    in_prompt, prompt_start + predictor_tokens, answer_start + predictor_tokens - part.prefix
+                )
+            )
 
-    def _append(self, index: int, first: int, end: int, prefix_start: int = 0) -> None:
-        """Append tokens ``first`` to ``end`` of a sample as a segment that reads the prefix before them."""
-        if first == end:  # a completion of one token is predicted by the prompt and needs no row
+    def _append(self, index: int, first_token: int, stop_token: int, prefix_start: int = 0) -> None:
+        """Append tokens ``first_token`` to ``stop_token`` of a sample as a segment that reads the prefix
+        before them."""
+        if first_token == stop_token:  # a completion of one token is predicted by the prompt and needs no row
             return
-        start, stop = self.num_rows, self.num_rows + end - first
-        self.slices.append((index, first, end))
+        start, stop = self.num_rows, self.num_rows + stop_token - first_token
+        self.slices.append((index, first_token, stop_token))
         self.segments.append(
-            Segment(start=start, stop=stop, prefix_start=prefix_start, prefix_stop=prefix_start + first)
+            Segment(start=start, stop=stop, prefix_start=prefix_start, prefix_stop=prefix_start + first_token)
         )
         self.num_rows = stop
 
@@ -259,12 +272,12 @@ def _build_microbatch(
     layout = _Layout()
     for part in parts:
         layout.place(part, samples)
-    order = [index for part in parts for index in part.members]
-    members = [samples[index] for index in order]
+    sample_indices = [index for part in parts for index in part.members]
+    members = [samples[index] for index in sample_indices]
     target_indices = [np.flatnonzero(sample.loss_mask) for sample in members]
 
     def gather_inputs(arrays: Sequence[np.ndarray]) -> np.ndarray:
-        return np.concatenate([arrays[index][first:end] for index, first, end in layout.slices])
+        return np.concatenate([arrays[index][start:stop] for index, start, stop in layout.slices])
 
     def gather_targets(arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:
         return np.concatenate(
@@ -274,34 +287,38 @@ def _build_microbatch(
     experts = [sample.experts for sample in samples if sample.experts is not None]  # all or none: checked
     return Microbatch(
         tokens=gather_inputs([sample.tokens for sample in samples]).astype(np.int32),
-        positions=np.concatenate([np.arange(first, end, dtype=np.int32) for _, first, end in layout.slices]),
+        positions=np.concatenate(
+            [np.arange(start, stop, dtype=np.int32) for _, start, stop in layout.slices]
+        ),
         segments=tuple(layout.segments),
         rows=np.concatenate(layout.rows).astype(np.int32),
         targets=gather_targets([sample.tokens for sample in members], np.int32),
         logprobs=gather_targets([sample.logprobs for sample in members], np.float32),
         advantages=gather_targets([sample.advantages for sample in members], np.float32),
-        weights=gather_targets([weights[index] for index in order], np.float32),
-        sample_idx=np.repeat(np.array(order, dtype=np.int32), [len(indices) for indices in target_indices]),
+        weights=gather_targets([weights[index] for index in sample_indices], np.float32),
+        sample_idx=np.repeat(
+            np.array(sample_indices, dtype=np.int32), [len(indices) for indices in target_indices]
+        ),
         staleness=version - gather_targets([sample.versions for sample in members], np.int32),
         uids=tuple(sample.uid for sample in members),
-        support=_support(members, target_indices),
+        support=_gather_support(members, target_indices),
         experts=gather_inputs(experts) if experts else None,
     )
 
 
-def _support(samples: Sequence[Sample], trained: Sequence[np.ndarray]) -> Support | None:
-    """The support of the ``trained`` tokens (indices in each sample); None where no sample has one."""
+def _gather_support(samples: Sequence[Sample], target_indices: Sequence[np.ndarray]) -> Support | None:
+    """The support of the ``target_indices`` tokens (indices in each sample); None where no sample has one."""
     if all(sample.support is None for sample in samples):
         return None
     return Support.concatenate(
         [
-            Support.whole(len(tokens)) if sample.support is None else sample.support.take(tokens)
-            for sample, tokens in zip(samples, trained, strict=True)
+            Support.whole(len(indices)) if sample.support is None else sample.support.take(indices)
+            for sample, indices in zip(samples, target_indices, strict=True)
         ]
     )
 
 
-def _batch(microbatches: Sequence[Microbatch], num_samples: int) -> Batch:
+def _make_batch(microbatches: Sequence[Microbatch], num_samples: int) -> Batch:
     """The batch of these microbatches, with its counts of tokens."""
     num_loss_rows = sum(len(np.unique(microbatch.rows)) for microbatch in microbatches)
     return Batch(

@@ -24,12 +24,12 @@ from ostinato.failure import NamedFailure
 from ostinato.types import NO_EXPERT, Microbatch
 
 THRESHOLD = 0.9  # measured: aligned sequences from 0.98 on, misaligned ones up to 0.6
-USUAL = 0.98  # overlap of aligned sequences; the expected overlap is at most this
-SURE = 20.0  # nats: what happens by chance once in exp(20), 5e8, is not attributed to chance
-ALONE = 32  # fewest routers for which the overlap of a single sequence is meaningful
-_LEAST, _LOOK = 16, 512  # fewest and most rows, and ...
-_SEQUENCES = 16  # ... sequences that a diagnosis looks at
-_OTHERS = 512  # sequences tried as the source of shuffled routes
+USUAL_OVERLAP = 0.98  # overlap of aligned sequences; the expected overlap is at most this
+SURE_NATS = 20.0  # nats: what happens by chance once in exp(20), 5e8, is not attributed to chance
+MIN_ROUTERS = 32  # fewest routers for which the overlap of a single sequence is meaningful
+_MIN_ROWS, _MAX_ROWS = 16, 512  # rows of each sequence that a diagnosis compares
+_MAX_SEQUENCES = 16  # sequences that a diagnosis compares
+_MAX_CANDIDATES = 512  # sequences tried as the source of shuffled routes
 _MARGIN = 0.1  # an explanation must raise the overlap by this much
 
 
@@ -47,10 +47,10 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """The probable cause in the worst sequences; ``best``: their overlap if it were fixed."""
+    """The probable cause in the worst sequences. ``fixed_overlap``: their overlap if it were fixed."""
 
     cause: Cause
-    best: float
+    fixed_overlap: float
     detail: str = ""  # for people: how far shifted, which sequence
 
 
@@ -75,7 +75,7 @@ class Misaligned(NamedFailure):
 def shared_ids(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Share of ids in common, [T, L] float32, of two [T, L, K]; NaN where either side is unknown.
 
-    The order of the K ids does not matter. The ids of a row must differ, else one counts twice.
+    The order of the K ids does not matter. The ids of a row must differ: one that is repeated counts twice.
     """
     common = sum((a[..., k : k + 1] == b).any(axis=-1) for k in range(a.shape[-1]))
     share = np.asarray(common, np.float32) / a.shape[-1]
@@ -88,40 +88,41 @@ def alignment(native: Sequence[np.ndarray], replayed: Sequence[np.ndarray]) -> n
 
     native, replayed: B integer arrays [T_b, L, K]. Raises ValueError where their shapes differ.
     """
-    return np.array([_mean(a, b) for a, b in _pair_routes(native, replayed)])
+    return np.array([_measure_overlap(a, b) for a, b in _pair_routes(native, replayed)])
 
 
 def require_aligned(
     native: Sequence[np.ndarray], replayed: Sequence[np.ndarray], threshold: float = THRESHOLD
 ) -> np.ndarray:
-    """``alignment``; raises Misaligned, naming the probable cause, if a sequence is below ``threshold``."""
+    """The overlaps [B] of ``alignment``. Raises Misaligned, which names the probable cause, if a sequence is
+    below ``threshold``, and ValueError as ``alignment`` does."""
     overlaps = alignment(native, replayed)
     if (overlaps < threshold).any():
-        raise new_misaligned(native, replayed, overlaps, threshold)
+        raise make_misaligned(native, replayed, overlaps, threshold)
     return overlaps
 
 
-def new_misaligned(
+def make_misaligned(
     native: Sequence[np.ndarray],
     replayed: Sequence[np.ndarray],
     overlaps: np.ndarray,
     threshold: float = THRESHOLD,
     uids: Sequence[str] = (),
-    at_fault: np.ndarray | None = None,
+    is_faulty: np.ndarray | None = None,
 ) -> Misaligned:
-    """The error to raise where some ``overlaps`` [B] are below the threshold. ``uids`` name the sequences;
-    ``at_fault`` [B] bool: those that are blamed, by default all below it."""
-    faulty = np.flatnonzero(overlaps < threshold if at_fault is None else at_fault).tolist()
+    """The error to raise if some ``overlaps`` [B] are below the threshold. ``uids`` name the sequences;
+    ``is_faulty`` [B] bool marks those that the error names, by default all that are below it."""
+    faulty_indices = np.flatnonzero(overlaps < threshold if is_faulty is None else is_faulty).tolist()
     diagnosis = diagnose(
-        [native[i] for i in faulty], [replayed[i] for i in faulty], threshold, others=replayed
+        [native[i] for i in faulty_indices], [replayed[i] for i in faulty_indices], threshold, others=replayed
     )
-    faulty_uids = [uids[i] for i in faulty] if uids else []
-    first = faulty_uids[0] if faulty_uids else faulty[0]
+    faulty_uids = [uids[i] for i in faulty_indices] if uids else []
+    first_name = faulty_uids[0] if faulty_uids else faulty_indices[0]
     return Misaligned(
-        f"routes of {len(faulty)} of {len(overlaps)} sequences agree with the trainer's own in less than "
-        f"{threshold:g} of the ids (sequence {first}: {overlaps[faulty[0]]:.2f}); probable cause: "
-        f"{diagnosis.cause}{f', {diagnosis.detail}' if diagnosis.detail else ''} "
-        f"(fixed: {diagnosis.best:.2f})",
+        f"routes of {len(faulty_indices)} of {len(overlaps)} sequences agree with the trainer's own in less "
+        f"than {threshold:g} of the ids (sequence {first_name}: {overlaps[faulty_indices[0]]:.2f}); "
+        f"probable cause: {diagnosis.cause}{f', {diagnosis.detail}' if diagnosis.detail else ''} "
+        f"(fixed: {diagnosis.fixed_overlap:.2f})",
         diagnosis,
         faulty_uids,
     )
@@ -151,7 +152,7 @@ def sequence_spans(microbatch: Microbatch) -> np.ndarray:
     return np.stack((answer_start, stop, *prompt), axis=1)
 
 
-def part_sums(values: np.ndarray, spans: np.ndarray) -> np.ndarray:
+def sum_parts(values: np.ndarray, spans: np.ndarray) -> np.ndarray:
     """Sums of values [..., T] over the rows of each sequence, [..., S, 2]: of its answer, of its prompt. A
     shared prompt counts for each of its sequences."""
     total = np.concatenate((np.zeros((*values.shape[:-1], 1), values.dtype), values.cumsum(axis=-1)), axis=-1)
@@ -180,8 +181,8 @@ def is_too_low(overlaps: np.ndarray, routers: np.ndarray, threshold: float = THR
     bound allows for.
     """
     medians = [np.median(values[~np.isnan(values)]) for values in overlaps.T if not np.isnan(values).all()]
-    usual = min(max([threshold, *map(float, medians)]), max(USUAL, threshold))
-    return (overlaps < threshold) & (improbability(overlaps, routers, usual) > SURE)
+    usual_overlap = min(max([threshold, *map(float, medians)]), max(USUAL_OVERLAP, threshold))
+    return (overlaps < threshold) & (improbability(overlaps, routers, usual_overlap) > SURE_NATS)
 
 
 def improbability(overlaps: ArrayLike, routers: ArrayLike, usual: float) -> np.ndarray:
@@ -194,9 +195,9 @@ def improbability(overlaps: ArrayLike, routers: ArrayLike, usual: float) -> np.n
     return np.asarray(routers) * np.where(np.isnan(a), np.nan, agree + disagree)
 
 
-def lowest(overlaps: np.ndarray, routers: np.ndarray) -> float:
+def find_lowest_overlap(overlaps: np.ndarray, routers: np.ndarray) -> float:
     """The lowest overlap among parts with at least 32 routers; NaN if there are none."""
-    reliable = overlaps[(routers >= ALONE) & ~np.isnan(overlaps)]
+    reliable = overlaps[(routers >= MIN_ROUTERS) & ~np.isnan(overlaps)]
     return float(reliable.min()) if reliable.size else math.nan
 
 
@@ -213,36 +214,39 @@ def diagnose(
     threshold: float = THRESHOLD,
     others: Sequence[np.ndarray] = (),
 ) -> Diagnosis:
-    """The explanation of a disagreement that would fix most of it, and by how much. Looks at the worst
-    stretch of the 16 worst sequences, and for shuffled routes also at the first 512 of ``others``."""
+    """The explanation that would fix most of a disagreement, and the overlap when it is fixed; ALIGNED if
+    there is none. It compares the worst stretch of the 16 worst sequences with the shifted, the reordered and
+    the first 512 of all ``replayed`` and ``others`` routes. Raises ValueError as ``alignment`` does."""
     pairs = [(a, b) for a, b in _pair_routes(native, replayed) if len(a)]
-    worst_pairs = sorted(pairs, key=lambda pair: np.nan_to_num(_mean(*pair), nan=1.0))[:_SEQUENCES]
+    worst_pairs = sorted(pairs, key=lambda pair: np.nan_to_num(_measure_overlap(*pair), nan=1.0))[
+        :_MAX_SEQUENCES
+    ]
     windows = [_find_worst_stretch(a, b, threshold) for a, b in worst_pairs]
     stretches = [(a[w], b[w], w) for (a, b), w in zip(worst_pairs, windows, strict=True)]
     # aligned stretches need no explanation, and would dilute the fault of a misaligned one
-    stretches = [(a, b, w) for a, b, w in stretches if _mean(a, b) < threshold] or stretches
+    stretches = [(a, b, w) for a, b, w in stretches if _measure_overlap(a, b) < threshold] or stretches
     pairs = [(a, b) for a, b, _ in stretches]
-    overlap = _average_known([_mean(a, b) for a, b in pairs])
-    if not overlap < threshold:
-        return Diagnosis(cause=Cause.ALIGNED, best=overlap)
+    overlap = _average_known([_measure_overlap(a, b) for a, b in pairs])
+    if not overlap < threshold:  # NaN too: nothing is known, so nothing is wrong
+        return Diagnosis(cause=Cause.ALIGNED, fixed_overlap=overlap)
     if _average_known([_measure_repeats(b) for _, b in pairs]) > 0.5:
-        return Diagnosis(cause=Cause.ZERO, best=overlap, detail="rows name one expert several times")
-    candidates = [[routes[w] for routes in [*replayed, *others][:_OTHERS]] for *_, w in stretches]
-    convincing = threshold - _MARGIN
+        return Diagnosis(cause=Cause.ZERO, fixed_overlap=overlap, detail="rows name one expert several times")
+    candidates = [[routes[w] for routes in [*replayed, *others][:_MAX_CANDIDATES]] for *_, w in stretches]
+    convincing_overlap = threshold - _MARGIN
 
     def rank_explanation(explanation: tuple[float, Cause, str]) -> tuple[bool, float]:
         """Sort key: SHUFFLED comes last, since one of many sequences fits a short stretch by luck."""
-        return explanation[1] is not Cause.SHUFFLED and explanation[0] >= convincing, explanation[0]
+        return explanation[1] is not Cause.SHUFFLED and explanation[0] >= convincing_overlap, explanation[0]
 
-    best, cause, detail = max(
+    fixed_overlap, cause, detail = max(
         _try_explanations(pairs, candidates), key=rank_explanation, default=(0.0, Cause.STALE, "")
     )
-    # the best of many wrong sequences fits better than one alone; the right one is ``convincing``
-    by_chance = cause is Cause.SHUFFLED and best < convincing
-    if best >= overlap + _MARGIN and not by_chance:
-        return Diagnosis(cause=cause, best=best, detail=detail)
+    # the best of many wrong sequences fits better than a single one, but not as well as the right one
+    is_lucky_fit = cause is Cause.SHUFFLED and fixed_overlap < convincing_overlap
+    if fixed_overlap >= overlap + _MARGIN and not is_lucky_fit:
+        return Diagnosis(cause=cause, fixed_overlap=fixed_overlap, detail=detail)
     cause = Cause.STALE if overlap > _measure_chance_overlap(pairs) + _MARGIN else Cause.UNRELATED
-    return Diagnosis(cause=cause, best=overlap)
+    return Diagnosis(cause=cause, fixed_overlap=overlap)
 
 
 def _pair_routes(
@@ -263,45 +267,50 @@ def _find_worst_stretch(native: np.ndarray, replayed: np.ndarray, threshold: flo
     such as a prompt that siblings share, would hide what fixes the rest."""
     share = shared_ids(native, replayed)
     deficit = np.where(np.isnan(share), 0, threshold - share).sum(axis=1).cumsum()
-    least_before = np.minimum.accumulate(np.concatenate(([0.0], deficit)))[:-1]
-    stop = int(np.argmax(deficit - least_before)) + 1  # the largest sum of neighbours ends here
+    min_before = np.minimum.accumulate(np.concatenate(([0.0], deficit)))[:-1]
+    stop = int(np.argmax(deficit - min_before)) + 1  # the largest sum of neighbours ends here
     start = int(np.argmin(np.concatenate(([0.0], deficit))[:stop]))
-    start = min(start, max(0, stop - _LEAST))
-    return slice(start, min(stop, start + _LOOK))
+    start = min(start, max(0, stop - _MIN_ROWS))  # further back, if the stretch is short
+    return slice(start, min(stop, start + _MAX_ROWS))
 
 
 def _try_explanations(
     pairs: list[tuple[np.ndarray, np.ndarray]], candidates_by_pair: Sequence[Sequence[np.ndarray]]
 ) -> Iterator[tuple[float, Cause, str]]:
-    """(overlap once fixed, cause, detail) of every explanation worth trying; ``candidates_by_pair``: for each
-    pair, the routes of other sequences that it may have got."""
+    """Yield (overlap when fixed, cause, detail) of every explanation. ``candidates_by_pair``: for each pair,
+    the routes of other sequences that may have been given to it."""
     for shift in (-2, -1, 1, 2):
         overlapping = [(a[max(-shift, 0) : len(a) - max(shift, 0)], b[max(shift, 0) :]) for a, b in pairs]
-        overlap = _average_known([_mean(a, b[: len(a)]) for a, b in overlapping])
+        overlap = _average_known([_measure_overlap(a, b[: len(a)]) for a, b in overlapping])
         direction = "later" if shift > 0 else "earlier"
         yield overlap, Cause.SHIFTED, f"each token's routes stand {abs(shift)} row(s) {direction}"
-    layers = pairs[0][0].shape[1]
-    for roll in range(1, layers):
-        overlap = _average_known([_mean(a, np.roll(b, -roll, axis=1)) for a, b in pairs])
-        yield overlap, Cause.LAYERS, f"layers rolled by {roll} of {layers}"
-    if layers > 2:  # of two layers, the reverse is a roll
-        yield _average_known([_mean(a, b[:, ::-1]) for a, b in pairs]), Cause.LAYERS, "layers reversed"
-    best = [
+    num_layers = pairs[0][0].shape[1]
+    for roll in range(1, num_layers):
+        overlap = _average_known([_measure_overlap(a, np.roll(b, -roll, axis=1)) for a, b in pairs])
+        yield overlap, Cause.LAYERS, f"layers rolled by {roll} of {num_layers}"
+    if num_layers > 2:  # of two layers, the reverse is a roll
+        yield (
+            _average_known([_measure_overlap(a, b[:, ::-1]) for a, b in pairs]),
+            Cause.LAYERS,
+            "layers reversed",
+        )
+    best_overlaps = [
         max(_measure_prefix_overlap(a, b) for b in candidates)
         for (a, _), candidates in zip(pairs, candidates_by_pair, strict=True)
     ]
-    yield _average_known(best), Cause.SHUFFLED, "another sequence of the batch fits better"
+    yield _average_known(best_overlaps), Cause.SHUFFLED, "another sequence of the batch fits better"
 
 
 def _measure_prefix_overlap(a: np.ndarray, b: np.ndarray) -> float:
-    """Overlap over the common length; 0 where that is below half of ``a``: a few rows agree by chance."""
+    """Overlap over the common length; 0 if nothing of it is known, or if it is below half of ``a``, since a
+    few rows agree by chance."""
     length = min(len(a), len(b))
-    return float(np.nan_to_num(_mean(a[:length], b[:length]))) if 2 * length >= len(a) else 0.0
+    return float(np.nan_to_num(_measure_overlap(a[:length], b[:length]))) if 2 * length >= len(a) else 0.0
 
 
 def _measure_chance_overlap(pairs: list[tuple[np.ndarray, np.ndarray]]) -> float:
     """Overlap with rows of other tokens, which is above zero since some experts are popular everywhere."""
-    return _average_known([_mean(a, np.roll(b, len(b) // 2, axis=0)) for a, b in pairs])
+    return _average_known([_measure_overlap(a, np.roll(b, len(b) // 2, axis=0)) for a, b in pairs])
 
 
 def _measure_repeats(ids: np.ndarray) -> float:
@@ -312,7 +321,7 @@ def _measure_repeats(ids: np.ndarray) -> float:
     return float((ordered[..., 1:] == ordered[..., :-1]).any(axis=-1).mean())
 
 
-def _mean(a: np.ndarray, b: np.ndarray) -> float:
+def _measure_overlap(a: np.ndarray, b: np.ndarray) -> float:
     return _average_known(shared_ids(a, b))
 
 

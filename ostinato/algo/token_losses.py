@@ -123,7 +123,8 @@ class TokenLoss:
 
 
 def token_loss(name: str, settings: Mapping[str, float | str] | None = None) -> TokenLoss:
-    """The loss called ``name``. Raises ValueError for an unknown name or setting, and for a bad value."""
+    """The loss called ``name``, with ``settings`` in place of its defaults. Raises ValueError for an unknown
+    name or setting, for a value that is not a number from 0, and for bounds in the wrong order."""
     if name not in _FORMS:
         raise ValueError(f"loss_fn is {name!r}; this server computes {', '.join(NAMES)}")
     all_settings = dict(_FORMS[name].settings)
@@ -152,5 +153,5 @@ def dpo(logprobs: np.ndarray, reference: np.ndarray, beta: float) -> tuple[np.nd
     reference) [P, 2], slopes d loss / d log pi [P, 2])."""
     rewards = beta * (logprobs - reference)
     margins = rewards[:, 0] - rewards[:, 1]
-    slope = beta * np.exp(-np.logaddexp(0.0, margins))  # beta sigmoid(-margin)
-    return np.logaddexp(0.0, -margins), rewards, np.stack([-slope, slope], axis=1)
+    chosen_slope = beta * np.exp(-np.logaddexp(0.0, margins))  # beta sigmoid(-margin)
+    return np.logaddexp(0.0, -margins), rewards, np.stack([-chosen_slope, chosen_slope], axis=1)

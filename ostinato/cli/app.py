@@ -22,7 +22,7 @@ from ostinato import isa
 from ostinato.cli.restarts import LOST
 from ostinato.failure import Lost
 from ostinato.launch import RunFailed
-from ostinato.options import Hosts, Origins, access
+from ostinato.options import Hosts, Origins, make_access
 from ostinato.other_names import key_hint
 
 if TYPE_CHECKING:
@@ -233,7 +233,7 @@ def serve(
         target,
         overrides or [],
         parse_adapters(adapters or []),
-        Address(host=host, port=port, key=api_key, access=access(allowed_hosts, origins)),
+        Address(host=host, port=port, key=api_key, access=make_access(allowed_hosts, origins)),
         name=name,
         limits={"sequences": max_sequences, "max_tokens": max_tokens, "timeout_s": timeout_s},
         feedback=feedback,
@@ -257,7 +257,7 @@ def proxy(
     from ostinato.apps.serve.command import Address
     from ostinato.apps.serve.command import proxy as command
 
-    where = Address(host=host, port=port, access=access(allowed_hosts, origins))
+    where = Address(host=host, port=port, access=make_access(allowed_hosts, origins))
     command(target, overrides or [], out, where, idle_s)
 
 
@@ -279,7 +279,7 @@ def tinker(
     from ostinato.apps.serve.command import Address
     from ostinato.apps.tinker.command import tinker as command
 
-    allowed = access(allowed_hosts, origins)
+    allowed = make_access(allowed_hosts, origins)
     where = Address(host=host, port=port, key=api_key, access=allowed, drain_s=3.0)
     command(target, overrides or [], where, state, name)
 
@@ -378,7 +378,7 @@ def report(
     if mismatch:
         commands.print_mismatch(runs[0], as_json=json)
     elif live:
-        commands.serve(runs[0], host, port, access(allowed_hosts, None), show=show)
+        commands.serve(runs[0], host, port, make_access(allowed_hosts, None), show=show)
     else:
         commands.report(runs, out, show=show, as_json=json)
 

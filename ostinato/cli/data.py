@@ -18,7 +18,7 @@ from ostinato.render import Renderer
 from ostinato.reward.own_answers import FULL, SHOWN, OwnVerdict, spread
 from ostinato.reward.workers import JUDGE
 from ostinato.rollout.rollout import close_env, first_context
-from ostinato.terminal import say, waiting
+from ostinato.terminal import announce_work, say
 from ostinato.types import Prompt
 
 MEASURED = 10_000  # prompts that are tokenised for the table of lengths
@@ -55,7 +55,7 @@ def data(target: str, overrides: Sequence[str], *, model: str, row: int) -> None
     episode = environment(recipe, renderer, tools)
     say(_lengths(recipe, rows, episode, renderer, context), *_prompt(rows[row - 1], episode, renderer))
     functions = list(COMPARED) if is_file and not any("reward." in text for text in overrides) else None
-    with waiting("calling the rewards on the rows' own answers"):
+    with announce_work("calling the rewards on the rows' own answers"):
         for task_rows in of_tasks(rows).values():
             for function in functions or recipe.reward.functions:
                 if not function.startswith(JUDGE):

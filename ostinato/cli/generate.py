@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, TextIO
 
 import numpy as np
 
-from ostinato.inputs import escaping
+from ostinato.inputs import escape_stream
 from ostinato.launch.machine import configure_threads
 from ostinato.launch.models import recipe_of
 from ostinato.launch.policy import SamplingOptions, check_adapter, load_policy, serve
 from ostinato.render import IncrementalDecoder, Renderer
-from ostinato.terminal import logged, waiting
+from ostinato.terminal import announce_work, show_log
 from ostinato.types import NewRow, Prompt, Request, Sampling, Stop
 
 if TYPE_CHECKING:
@@ -25,9 +25,9 @@ def generate(target: str, *, prompt: str, system: str, options: SamplingOptions,
     """Answer ``prompt``, or each line of stdin as the next turn of one conversation, on stdout."""
     recipe, run = recipe_of(target)
     check_adapter(run, adapter)
-    with logged("ostinato.engine.threads", error=True), logged("ostinato.compiler", error=True):
+    with show_log("ostinato.engine.threads", error=True), show_log("ostinato.compiler", error=True):
         configure_threads(recipe)
-        with logged("ostinato.terminal", error=True), waiting(f"loading {recipe.model.path}"):
+        with show_log("ostinato.terminal", error=True), announce_work(f"loading {recipe.model.path}"):
             policy = load_policy(target, adapter=adapter)
             engine = serve(policy)
     sampling, seed = options.sampling(policy), options.seed
@@ -40,7 +40,7 @@ def generate(target: str, *, prompt: str, system: str, options: SamplingOptions,
 
 def answer_stream(out: TextIO) -> TextIO:
     """Answers in a pipe or a file are data, and stay as they are; on a terminal no control character does."""
-    return escaping(out) if out.isatty() else out
+    return escape_stream(out) if out.isatty() else out
 
 
 def _lines(source: TextIO) -> Iterator[str]:

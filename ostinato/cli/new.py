@@ -15,7 +15,7 @@ from ostinato.config import Recipe
 from ostinato.launch.inputs import prompts
 from ostinato.reward.own_answers import FULL
 from ostinato.run import atomic_write
-from ostinato.terminal import say, waiting
+from ostinato.terminal import announce_work, say
 from ostinato.types import Prompt
 
 TASKS = ("rows", "own", "env")
@@ -172,7 +172,7 @@ def _reward(choices: Choices, by_name: bool) -> str:
     rows: list[Prompt] = prompts(recipe, "train", None)
     answers = [str(row.columns.get("answer", "")) for row in rows]
     is_math = all(re.search(r"[0-9\\]", answer) for answer in answers)  # else it multiplies letters of words
-    with waiting("calling the rewards on the rows' own answers"):
+    with announce_work("calling the rewards on the rows' own answers"):
         for function in COMPARED:
             if function == "math_verify" and not is_math:
                 continue

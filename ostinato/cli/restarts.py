@@ -17,11 +17,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from ostinato.lock import is_left
+from ostinato.lock import is_abandoned
 from ostinato.parallel.launch import Place
 from ostinato.run import RunFolder
 from ostinato.terminal import say
-from ostinato.workers.process import end_with_parent, ending
+from ostinato.workers.process import describe_ending, end_with_parent
 
 LOST = 75  # EX_TEMPFAIL of sysexits.h: the same command may succeed later
 MOST_IDLE = 2  # restarts in a row without a step that no session had done before
@@ -48,7 +48,7 @@ def supervise(run: Path, restarts: int, command: Sequence[str]) -> int:
             most_steps = max(most_steps, num_steps)
             if session.stopped or not is_loss(code, run):
                 break
-            cause = ending(code) if code != LOST else "it lost what its last line names"
+            cause = describe_ending(code) if code != LOST else "it lost what its last line names"
             if number == restarts or idle == MOST_IDLE:
                 reason = (
                     "all restarts are used" if number == restarts else f"{idle} in a row made no progress"
@@ -74,7 +74,7 @@ def session_of(run: Path, *arguments: str) -> list[str]:
 
 def is_loss(code: int, run: Path) -> bool:
     """Whether an exit code of a session of ``run``, negative for a signal, is a loss."""
-    return code == LOST or (code < 0 and -code not in PASSED_ON) or (code == 1 and is_left(run))
+    return code == LOST or (code < 0 and -code not in PASSED_ON) or (code == 1 and is_abandoned(run))
 
 
 def end_with_supervisor() -> None:

@@ -16,7 +16,7 @@ from ostinato.model.named import is_model_name
 from ostinato.observe.concerns import failed_rewards, unsolved
 from ostinato.pipeline.signals import Ended
 from ostinato.run import MAIN_SET, RunFolder, new_run_path
-from ostinato.terminal import logged, say
+from ostinato.terminal import say, show_log
 
 # signals: 128 + number, as in shells
 EXIT = {"interrupted": 130, "terminated": 143, "collapsed": 1, "forgot": 1}
@@ -34,7 +34,7 @@ def train(recipe: str, overrides: Sequence[str], restarts: int = 0, folder: Path
     return finish(lambda: learn(recipe, *overrides, folder=folder))
 
 
-@logged()
+@show_log()
 def finish(work: Callable[[], Outcome]) -> int:
     try:
         outcome = work()
@@ -93,7 +93,7 @@ def resume(path: Path, overrides: Sequence[str], restarts: int = 0) -> int:
     return finish(lambda: resume_run(path, *overrides))
 
 
-@logged()
+@show_log()
 def run(recipe: Recipe, path: Path | None, ended: Callable[[Path], None] = lambda folder: None) -> int:
     """Train in a new folder or in ``path``, and call ``ended`` with it. Returns the exit code."""
     configure_threads(recipe)

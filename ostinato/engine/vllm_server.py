@@ -217,7 +217,7 @@ class VllmChild:
 
     def _wait_until_ready(self, deadline: float) -> None:
         while not is_healthy(self.address, self.key):
-            if self._guard is None or self._guard.ended():
+            if self._guard is None or self._guard.describe_end():
                 raise vllm_lost(f"vLLM did not start: {self.why()}")
             if time.monotonic() > deadline:
                 raise vllm_lost(f"vLLM was not ready after {self._start_s:g} s: {self.why()}")

@@ -20,7 +20,7 @@ from ostinato.launch.machine import device_of
 from ostinato.launch.models import adapter_spec
 from ostinato.model.config import ModelConfig, read_config
 from ostinato.model.named import model_folder
-from ostinato.parallel.gpus import SHEETS, gpu_named, peak
+from ostinato.parallel.gpus import SHEETS, find_gpu, find_peak
 from ostinato.parallel.memory import DType, Precision, Training
 
 if TYPE_CHECKING:
@@ -285,4 +285,4 @@ def sheet_flops(name: str) -> float:
     """Peak bf16 FLOP/s of a GPU by its driver name, e.g. "NVIDIA H100 80GB HBM3"; 0 if unknown."""
     words = re.split(r"[ -]", f"{name} {name.replace('RTX ', 'RTX')}")
     matches = [key for key in SHEETS if key.partition("-")[0] in words]
-    return peak(gpu_named(matches[0]), DType.BF16) if matches else 0.0
+    return find_peak(find_gpu(matches[0]), DType.BF16) if matches else 0.0

@@ -43,7 +43,7 @@ from ostinato.pipeline.signals import Abandoned, StopSignals
 from ostinato.pipeline.state import Observer
 from ostinato.protocols import Engine, MetricWriter, RestorableTrainer, Timed
 from ostinato.run import GREEDY_SET, MAIN_SET, RunFolder, atomic_folder, to_json
-from ostinato.train.checkpoint import Checkpoint, oldest_step, repair, save_checkpoint
+from ostinato.train.checkpoint import Checkpoint, find_oldest_step, repair_folder, save_checkpoint
 from ostinato.types import Prompt, Sampling
 
 logger = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ async def score_exported(
     engine = new_engine(exact.recipe, exact.decoder, exact.renderer, need=rollout_need(exact))
     engine.publish(adapters, state.step)
     stage, main = new_stage(exact, engine, exact.grader), new_evaluations(exact)[0]
-    with ledger.evaluating():
+    with ledger.mark_evaluation():
         row, groups = await evaluate_groups(stage, main, state.step)
     work = evaluation_work(groups, new_flops(exact, adapters))
     ledger.evaluation(state.step, "exported", row["seconds"], work)
@@ -146,7 +146,7 @@ def new_loop(
         save_checkpoint(run.checkpoints, checkpoint, keep=recipe.trainer.keep_checkpoints)
         if memory is not None:
             save_history(memory.history, run.history)
-        return oldest_step(run.checkpoints)
+        return find_oldest_step(run.checkpoints)
 
     def keep(step: int) -> None:
         with atomic_folder(run.scored / f"step-{step:08d}") as to:
@@ -228,7 +228,7 @@ def restore(
     """Restore ``trainer`` from the newest whole checkpoint of ``run``, if any, and return the loop's state.
     Removes what a killed process left half written, so only the holder of the run's lock may call it.
     ``changed``: sections of the recipe. Raises ValueError for other rows, see ``check_rows``."""
-    repair(run.checkpoints)
+    repair_folder(run.checkpoints)
     checkpoint = newest_checkpoint(run, trainer)
     if checkpoint is None:
         logger.info(f"{run.path} has no checkpoint, so the run begins again")

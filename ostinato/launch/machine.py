@@ -128,7 +128,7 @@ def expects_gpu(device: str, environ: Mapping[str, str], driver: Path = DRIVER) 
 
 def keep_few(native: bool, environ: MutableMapping[str, str]) -> None:
     """Limit the caches of torch's products, which rarely repeat if ``native`` kernels run those that do."""
-    for name, capacity in CACHES.items() if native and compiler.find() else ():
+    for name, capacity in CACHES.items() if native and compiler.find_compiler() else ():
         environ.setdefault(name, capacity)
 
 

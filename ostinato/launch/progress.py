@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from ostinato.every import NEVER, Every, spent_in_steps
-from ostinato.inputs import printable
+from ostinato.inputs import make_printable
 from ostinato.observe.concerns import unsolved
 from ostinato.observe.stats import estimate
 from ostinato.pipeline.state import describe_unreadable
@@ -66,7 +66,7 @@ class Monitor:
         if self.console.is_terminal:
             columns = BarColumn(bar_width=12), TextColumn("{task.description}", markup=False)
             live = Progress(*columns, console=self.console)
-            self._task = live.add_task(printable(self._doing), total=1.0)
+            self._task = live.add_task(make_printable(self._doing), total=1.0)
             live.update(self._task, completed=self._first_share)
             live.start()
             self._live = live
@@ -92,7 +92,7 @@ class Monitor:
         """Put ``text`` on the live line; False without one."""
         if self._live is None or self._task is None:
             return False
-        self._live.update(self._task, description=printable(text), completed=completed)
+        self._live.update(self._task, description=make_printable(text), completed=completed)
         return True
 
     def _share(self, row: Row) -> float:

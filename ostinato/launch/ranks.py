@@ -52,7 +52,7 @@ def follow(place: Place, *, child: bool = False) -> int:
     choose_interface(place, os.environ)
     from ostinato.algo.routing import Misaligned
     from ostinato.launch.trainer import new_sharded_trainer
-    from ostinato.parallel.ranks import following
+    from ostinato.parallel.ranks import follow_calls
     from ostinato.workers.remote import WorkerLost
 
     def new_local(text: str, ready: Ready) -> Local:
@@ -63,7 +63,7 @@ def follow(place: Place, *, child: bool = False) -> int:
         return new_sharded_trainer(recipe, place.rank, ready=ready)
 
     try:
-        following(place, new_local, (Misaligned,))
+        follow_calls(place, new_local, (Misaligned,))
     except WorkerLost as lost:
         say(f"ostinato: {lost}", error=True)
         if not child:  # torchrun ends all ranks when the first one ends, and rank 0 has to save and report
@@ -87,7 +87,7 @@ def sharded_trainer(inputs: RunInputs, folder: Path) -> Iterator[RestorableTrain
     """
     from ostinato.algo.routing import Misaligned
     from ostinato.launch.trainer import new_sharded_trainer, save_refused
-    from ostinato.parallel.ranks import Terms, keep_store, leading, meet
+    from ostinato.parallel.ranks import Terms, keep_store, lead, meet
     from ostinato.workers.remote import WorkerLost
 
     recipe, layout = inputs.recipe, Layout.parse(inputs.recipe.parallel.layout)
@@ -104,7 +104,7 @@ def sharded_trainer(inputs: RunInputs, folder: Path) -> Iterator[RestorableTrain
                 store = keep_store()
                 place = local_place(layout.world, store.port)
                 ranks = stack.enter_context(Ranks.open(layout.world, store.port, folder / "ranks"))
-                find_ended, location = ranks.ended, "on this host"
+                find_ended, location = ranks.find_ended, "on this host"
             else:
                 store, find_ended, location = meet(place), dict, f"meeting at {place.address}:{place.port}"
             choose_interface(place, os.environ)
@@ -120,7 +120,7 @@ def sharded_trainer(inputs: RunInputs, folder: Path) -> Iterator[RestorableTrain
                 _choose_gpu(recipe.model, place)
                 return new_sharded_trainer(recipe, 0, inputs.decoder, refused, ready)
 
-            trainer = stack.enter_context(leading(place, store, terms, new_local, find_ended, (Misaligned,)))
+            trainer = stack.enter_context(lead(place, store, terms, new_local, find_ended, (Misaligned,)))
         except WorkerLost as error:
             raise RunFailed(f"the ranks of {layout} could not begin: {error}") from error
         yield trainer

@@ -24,13 +24,13 @@ from ostinato.launch import NothingToLearn, RunFailed
 from ostinato.launch.machine import configure_threads, record_start, resolve_auto
 from ostinato.launch.progress import Monitor, StepCallback, check_writers, open_writers
 from ostinato.launch.python import recipe_with
-from ostinato.lock import LOCK, locked
+from ostinato.lock import LOCK, hold_lock
 from ostinato.observe.ledger import Ledger, SteadyClock
 from ostinato.observe.rows import ends, main_scores
 from ostinato.pipeline.signals import ending
 from ostinato.run import MAIN_SET, RunFolder, atomic_write, new_run_path
 from ostinato.tables import terminal_table
-from ostinato.terminal import Screen, logged, say, waiting
+from ostinato.terminal import Screen, announce_work, say, show_log
 from ostinato.threads import outside_loop
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ def resume(
     """
     path = Path(path).absolute()
     run, console = RunFolder.open(path), Screen(quiet=quiet)
-    with locked(path):
+    with hold_lock(path):
         run.sweep()
         recipe = merge(Recipe.load(run.recipe, *overrides), sections)
         check_steps(run, recipe.trainer.steps)
@@ -208,9 +208,9 @@ def resume(
 
 def check_steps(run: RunFolder, steps: int) -> None:
     """Raises ValueError if the run has already done more than ``steps``; says so where nothing is left."""
-    from ostinato.train.checkpoint import newest_step
+    from ostinato.train.checkpoint import find_newest_step
 
-    if (finished := newest_step(run.checkpoints)) > steps:
+    if (finished := find_newest_step(run.checkpoints)) > steps:
         raise ValueError(
             f"trainer.steps is {steps}, and {run.path} has done {finished} steps; give it {finished} or more"
         )
@@ -224,7 +224,7 @@ def new_folder(recipe: Recipe, path: Path | None = None) -> Iterator[Path]:
     not begin. Its path is absolute, as a tool or an environment may change the working directory."""
     path = path or new_run_path(Path(recipe.log.dir).absolute(), recipe.name)
     try:
-        with locked(path):
+        with hold_lock(path):
             try:
                 yield path
             finally:
@@ -254,7 +254,7 @@ def _train(
     if recipe.sft.loss != "off":
         raise ValueError(f'sft.loss is "{recipe.sft.loss}"; run ostinato sft, or set sft.loss="off" for RL')
     heard = console.quiet or logging.getLogger("ostinato").hasHandlers()  # by the command or the user's own
-    with contextlib.nullcontext() if heard else logged(), named_failures(path):
+    with contextlib.nullcontext() if heard else show_log(), named_failures(path):
         return _session(recipe, path=path, console=console, changed=changed, workers=workers, on_step=on_step)
 
 
@@ -312,7 +312,7 @@ def _session(
 
         recipe = load("judge revisions")(recipe)
         stack.enter_context(named_out_of_memory(recipe, f"to go on: ostinato resume {path}"))
-        with waiting("loading the model, its prompts and rewards"):
+        with announce_work("loading the model, its prompts and rewards"):
             inputs = stack.enter_context(prepare(recipe, training=True))
         memory = new_memory(recipe.draft, RunFolder(path).history if resume else None)
         inputs, components = stack.enter_context(open_components(inputs, path, memory, workers))

@@ -33,7 +33,7 @@ from ostinato.launch.policy import write_policy
 from ostinato.launch.progress import check_writers, open_writers
 from ostinato.launch.session import check_steps, new_folder, open_folder
 from ostinato.launch.trainer import new_adapters
-from ostinato.lock import locked
+from ostinato.lock import hold_lock
 from ostinato.model.named import model_folder
 from ostinato.model.peft_io import base_fingerprint
 from ostinato.pipeline.signals import StopSignals, ending
@@ -41,9 +41,15 @@ from ostinato.pipeline.state import Finish
 from ostinato.render import Renderer
 from ostinato.run import RunFolder
 from ostinato.train.accumulate import Accumulator, Adam, NotFinite, Row
-from ostinato.train.checkpoint import Checkpoint, CheckpointError, load_checkpoint, repair, save_checkpoint
+from ostinato.train.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    load_checkpoint,
+    repair_folder,
+    save_checkpoint,
+)
 from ostinato.train.optimizer import lr_factor
-from ostinato.train.supervised import answer_logprobs, preferences, row_of, supervised
+from ostinato.train.supervised import answer_logprobs, make_row, preferences, supervised
 from ostinato.train.trainer import identity_of
 
 log = logging.getLogger(__name__)
@@ -64,7 +70,7 @@ def supervise(recipe: Recipe, path: Path | None = None) -> tuple[Path, int, str]
     if path is None:
         with new_folder(recipe) as new:
             return _session(recipe, new, again=False)
-    with locked(path):
+    with hold_lock(path):
         RunFolder.open(path).sweep()
         return _session(recipe, path, again=True)
 
@@ -150,7 +156,7 @@ def read_rows(recipe: Recipe, folder: Path) -> tuple[Rows, Rows]:
                 examples = (example(renderer, row, location, context=context, turns=turns),)
             for item in examples:
                 check_tokens(item.tokens, location, renderer, config.vocab_size)
-            examples_rows.append(tuple(row_of(item.tokens, item.mask) for item in examples))
+            examples_rows.append(tuple(make_row(item.tokens, item.mask) for item in examples))
         chats = [(location, [row.get(name) for name in CHATS]) for location, row in named_rows]
         chats = [
             (location, [column for column in columns if not isinstance(column, str)])
@@ -275,7 +281,7 @@ class _Course:
 
     def _restore(self, run: RunFolder) -> None:
         """Load the last checkpoint, if any, and drop later rows. Raises ValueError if the rows differ."""
-        repair(run.checkpoints)
+        repair_folder(run.checkpoints)
         if (checkpoint := load_checkpoint(run.checkpoints, identity=self._identity)) is not None:
             if checkpoint.state["rows"] != self._digest.hexdigest():
                 raise ValueError(

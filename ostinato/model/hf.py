@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ostinato.files import remedy
+from ostinato.files import find_remedy
 from ostinato.model.config import ModelConfig, read_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.hf_names import Stored, canonical, hf_tensors, is_extra_layer, is_redundant, stored
@@ -308,7 +308,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
     try:
         atomic_write(path, lambda partial: save_file(tensors, partial, metadata=metadata))
     except SafetensorError as error:
-        raise OSError(f"{path} could not be written ({error}); {remedy(error)}") from error
+        raise OSError(f"{path} could not be written ({error}); {find_remedy(error)}") from error
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

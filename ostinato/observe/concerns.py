@@ -18,7 +18,7 @@ from ostinato.observe.figures import BASELINE, K3_NATS, finish, planned_steps, s
 from ostinato.observe.gap import arm_of, select_measured
 from ostinato.observe.rows import Row, RunRows, column, ends, mean, names_under, total
 from ostinato.observe.stats import difference, estimate, number
-from ostinato.tables import NONE, Line, Table, figure_text
+from ostinato.tables import NONE, Line, Table, format_figure
 
 ZERO_VARIANCE_SHARE = 0.5  # share of groups: half of the sampling taught nothing
 # Rounding may send a token to another expert and change its probability by a factor of e: a k3 of e - 2.
@@ -64,7 +64,7 @@ def list_checks(data: RunRows) -> str:
     texts = []
     for name, key in CHECKED.items():
         last, first = (mean(rows, key) for rows in (tenth(data.metrics), tenth(data.metrics, first=True)))
-        values = f" {figure_text(last)} (at first {figure_text(first)})"
+        values = f" {format_figure(last)} (at first {format_figure(first)})"
         texts.append(f"{name}{'' if last is None else values}")
     checked = ", ".join(texts)
     return f"{checked}, held-out score, faults, refused and empty steps, equal rewards, gap to the trainer"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from ostinato.every import Axis
 from ostinato.observe.ledger import Summary
 from ostinato.run import RunFolder
-from ostinato.tables import NONE, Table, seconds_text, si
+from ostinato.tables import NONE, Table, format_seconds, format_si
 
 Books = Mapping[str, Summary]  # by the name of the run
 Form = Callable[[float], str]
@@ -40,8 +40,8 @@ DEVICE = ("sample", "grade", "train", "measure", "eval", "idle", "lost")
 AXES: Mapping[Axis, tuple[str, Form | None]] = {
     Axis.DEVICE_HOURS: ("devices x wall clock, idle ones too", "{:.4g}".format),
     Axis.HOURS: ("wall clock", "{:.4g}".format),
-    Axis.FLOPS: ("FLOP", si),
-    Axis.TOKENS: ("sampled", si),
+    Axis.FLOPS: ("FLOP", format_si),
+    Axis.TOKENS: ("sampled", format_si),
     Axis.STEPS: ("that count", "{:.0f}".format),
     Axis.MONEY: ("price x device-hours", None),
 }
@@ -83,7 +83,7 @@ def _list_entries(account: Summary) -> Iterator[Entry]:
     yield from _list_compute(account)
     wall, devices = sum(account.wall.values()), sum(pool.total for pool in account.pools.values())
     for name, seconds in {**account.wall, "all": wall}.items():
-        yield "Wall clock", _part(name), seconds, wall, seconds_text
+        yield "Wall clock", _part(name), seconds, wall, format_seconds
     for pool, pool_seconds in account.pools.items():
         parts = {
             **dict.fromkeys(DEVICE),
@@ -93,26 +93,26 @@ def _list_entries(account: Summary) -> Iterator[Entry]:
             "all": pool_seconds.total,
         }
         for part, seconds in parts.items():
-            yield f"Device time, pool {pool}", _part(part), seconds, pool_seconds.total, seconds_text
+            yield f"Device time, pool {pool}", _part(part), seconds, pool_seconds.total, format_seconds
     sampled = account.tokens.get("sampled")
-    yield "Tokens", "sampled", sampled, sampled, si
-    yield "Tokens", "trained\nof them", account.tokens.get("trained"), sampled, si
+    yield "Tokens", "sampled", sampled, sampled, format_si
+    yield "Tokens", "trained\nof them", account.tokens.get("trained"), sampled, format_si
     yield from _list_waste("Tokens", "not trained", account.dropped, sampled)
     for name in ("prefilled", "injected", "drafted", "accepted", "recomputed"):
-        yield "Tokens", name, account.tokens.get(name), None, si
-    yield "Tokens", "context rows of training", account.tokens.get("trained_context"), None, si
+        yield "Tokens", name, account.tokens.get(name), None, format_si
+    yield "Tokens", "context rows of training", account.tokens.get("trained_context"), None, format_si
     flops = sum(account.flops.values()) if account.flops else None
     for part, count in account.flops.items():
-        yield "FLOPs of training", _part(part), count, flops, si
-    yield "FLOPs of training", "all\nFLOP", flops, flops, si
-    for name, form in (("rows", si), ("flops", si), ("seconds", seconds_text)):
+        yield "FLOPs of training", _part(part), count, flops, format_si
+    yield "FLOPs of training", "all\nFLOP", flops, flops, format_si
+    for name, form in (("rows", format_si), ("flops", format_si), ("seconds", format_seconds)):
         total = {"flops": flops, "seconds": wall}.get(name)
         yield "Forgetting watch", name, account.forgetting.get(name), total, form
     evaluation, title = account.evaluation, "Evaluation, in no compute"
     yield title, "evaluations", evaluation.times, None, "{:.0f}".format
-    yield title, "device time\nshare of all", evaluation.device_seconds, devices, seconds_text
-    yield title, "sampled tokens", evaluation.tokens, None, si
-    yield title, "FLOPs", evaluation.flops, None, si
+    yield title, "device time\nshare of all", evaluation.device_seconds, devices, format_seconds
+    yield title, "sampled tokens", evaluation.tokens, None, format_si
+    yield title, "FLOPs", evaluation.flops, None, format_si
 
 
 def _list_compute(account: Summary) -> Iterator[Entry]:
@@ -125,7 +125,7 @@ def _list_compute(account: Summary) -> Iterator[Entry]:
         yield "Compute", f"{axis}\n{note}", account.compute.get(axis), None, form or money
     seconds, flops = 3600 * account.compute.get("hours", 0.0), account.compute.get("flops")
     speed = flops / seconds if seconds and flops is not None else None
-    yield "Compute", "speed\nFLOP/s over all of these hours", speed, None, si
+    yield "Compute", "speed\nFLOP/s over all of these hours", speed, None, format_si
     yield "Compute", "bill\nof all device hours, evaluation too", account.money, None, money
     yield "Compute", "restarts", account.restarts, None, "{:.0f}".format
     yield "Compute", "repeated steps", account.repeated, None, "{:.0f}".format
@@ -140,4 +140,4 @@ def _list_waste(title: str, what: str, counts: Mapping[str, int], whole: float |
     """Yield an entry per reason for waste, the most frequent first."""
     for name, count in Counter(counts).most_common():
         line = f"{what}: {name.replace('_', ' ')}\n{WASTE.get(name, '')}"
-        yield title, line, count, whole, si
+        yield title, line, count, whole, format_si

@@ -31,7 +31,7 @@ from ostinato.observe.rows import (
 )
 from ostinato.observe.stats import Z95, Estimate, difference, estimate, number
 from ostinato.observe.timeline import Kind, Usage, pool_of
-from ostinato.tables import NONE, Line, Table, figure_text, seconds_text, si
+from ostinato.tables import NONE, Line, Table, format_figure, format_seconds, format_si
 
 NOT_MEASURED = "not measured"
 K3_NATS = 1e-3  # per token; exact arithmetic gives 0, bf16 rounding about 1e-4
@@ -54,7 +54,7 @@ def figures(data: RunRows, cost: Summary | None = None) -> list[Figure]:
     ledger."""
     rows, cost = data.metrics, cost or summary(data.logs["ledger"])
     parts = sorted(cost.wall.items(), key=lambda item: -item[1])
-    wall = ", ".join(f"{name} {seconds_text(value)}" for name, value in parts if value >= 0.05)
+    wall = ", ".join(f"{name} {format_seconds(value)}" for name, value in parts if value >= 0.05)
     sampled, trained = (cost.tokens.get(name, 0) for name in ("sampled", "trained"))
     share = f"; {trained / sampled:.0%} of them trained on" if sampled else ""
     return [
@@ -66,10 +66,10 @@ def figures(data: RunRows, cost: Summary | None = None) -> list[Figure]:
         _steps(data, cost),
         Figure(
             "Time",
-            seconds_text(sum(cost.wall.values())),
+            format_seconds(sum(cost.wall.values())),
             f"wall clock of all processes: {wall}" if wall else "wall clock; no row in ledger.jsonl",
         ),
-        Figure("Tokens", si(sampled), f"sampled{share}"),
+        Figure("Tokens", format_si(sampled), f"sampled{share}"),
         _training(rows, "tokens_per_s", "Speed", "sampled tokens per second of whole steps", ",.0f"),
         _cost(cost),
     ]
@@ -198,7 +198,7 @@ def _gap(rows: Sequence[Row]) -> Figure:
     value = mean(tenth(rows), "sampling/kl_k3")
     unit = f"nats per token (k3), last tenth of the steps; 0 is exact, up to {K3_NATS:g} is rounding"
     tone = "bad" if value is not None and value > K3_NATS else ""
-    return Figure("Sampler against trainer", figure_text(value), unit, tone)
+    return Figure("Sampler against trainer", format_figure(value), unit, tone)
 
 
 def _steps(data: RunRows, cost: Summary) -> Figure:
@@ -208,7 +208,7 @@ def _steps(data: RunRows, cost: Summary) -> Figure:
     restarts = f"; started {cost.sessions} times" if cost.restarts else ""
     target = "until the budget is spent" if planned is None else f"of {planned} planned"
     target = "of a client's loop" if "tinker" in data.recipe else target
-    pace = "" if (seconds := mean(rows, "step_time")) is None else f"; {seconds_text(seconds)} a step"
+    pace = "" if (seconds := mean(rows, "step_time")) is None else f"; {format_seconds(seconds)} a step"
     cpu = (
         ""
         if (seconds := mean(rows, "time/cpu_s")) is None
@@ -303,7 +303,7 @@ def status(data: RunRows) -> dict[str, str]:
     if not last_row:
         return {"tone": "open", "text": f"step {step}" if step else "has not begun yet"}
     times = [end for name in ("at", "ended_at") if (end := number(last_row, name)) is not None]
-    ago = seconds_text(max(0.0, time.time() - max(times, default=time.time())))
+    ago = format_seconds(max(0.0, time.time() - max(times, default=time.time())))
     if locked is None:
         text = f"no process of this machine after step {step}; its last row came {ago} ago"
         return {"tone": "open", "text": text}
@@ -328,7 +328,7 @@ def progress(data: RunRows) -> dict[str, Any]:
         "step": step,
         "of": planned,
         "share": share,
-        "left": seconds_text(seconds_left) if seconds_left else None,
+        "left": format_seconds(seconds_left) if seconds_left else None,
     }
 
 
@@ -502,9 +502,9 @@ def count_work(whole: Usage) -> Table:
         for worker in workers:
             sums.update(whole.seconds[worker])
         used = sum(map(whole.utilisation, workers)) / len(workers)
-        work = (seconds_text(sums[kind] / len(workers)) if sums[kind] else "" for kind in kinds)
-        lines.append((name, f"{used:.1%}", *work, seconds_text((1 - used) * (whole.stop - whole.start))))
-    note = f"Of {seconds_text(whole.stop - whole.start)}; to wait or to load is to be idle."
+        work = (format_seconds(sums[kind] / len(workers)) if sums[kind] else "" for kind in kinds)
+        lines.append((name, f"{used:.1%}", *work, format_seconds((1 - used) * (whole.stop - whole.start))))
+    note = f"Of {format_seconds(whole.stop - whole.start)}; to wait or to load is to be idle."
     return Table(title="Workers", head=("worked", *map(str, kinds), "idle"), rows=lines, note=note)
 
 

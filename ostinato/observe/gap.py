@@ -12,7 +12,7 @@ from typing import Any
 
 from ostinato.observe.rows import Row, RunRows, by_step, mapping
 from ostinato.observe.stats import number
-from ostinato.tables import NONE, Table, figure_text, seconds_text
+from ostinato.tables import NONE, Table, format_figure, format_seconds
 
 DIRECTION = "KL(sampler || trainer)"
 ARMS = {  # name, which experts the trainer used
@@ -82,7 +82,7 @@ def compare_arms(data: RunRows) -> list[Table]:
                 (
                     _format_k3(arm).replace(" ", "\n", 1)
                     if key == "k3"
-                    else figure_text(_read_quantity(arm, key))
+                    else format_figure(_read_quantity(arm, key))
                 )
                 for arm in present_arms.values()
             ),
@@ -107,8 +107,8 @@ def _read_quantity(arm: Row, name: str) -> float | None:
 def _format_k3(arm: Row) -> str:
     """k3 of an arm as text, with its 95 % interval if there is one."""
     low, high = number(arm, "k3_low"), number(arm, "k3_high")
-    interval = "" if low is None or high is None else f" [{figure_text(low)}, {figure_text(high)}]"
-    return f"{figure_text(number(arm, 'k3'))}{interval}"
+    interval = "" if low is None or high is None else f" [{format_figure(low)}, {format_figure(high)}]"
+    return f"{format_figure(number(arm, 'k3'))}{interval}"
 
 
 def _facts(data: RunRows) -> list[tuple[str, str]]:
@@ -131,7 +131,7 @@ def _facts(data: RunRows) -> list[tuple[str, str]]:
         names = ("overlap", "lowest_sequence", "differ", "tokens_differ")
         overlap, lowest, differ, tokens = (_format_percent(number(choice, name)) for name in names)
         limit = f"; the gate requires {_format_percent(gate(data))}" if gate(data) else ""
-        margin, near = (figure_text(number(choice, f"margin_{name}median")) for name in ("", "flip_"))
+        margin, near = (format_figure(number(choice, f"margin_{name}median")) for name in ("", "flip_"))
         facts += [
             ("experts in training", "the sampler's, replayed" if last.get("replay") else "the trainer's own"),
             ("experts in common", f"{overlap}\nlowest answer {lowest}{limit}"),
@@ -144,7 +144,7 @@ def _facts(data: RunRows) -> list[tuple[str, str]]:
         note = f"in memory; {packed:.1f} packed" if packed is not None else "in memory"
         facts += [] if memory is None else [("routes of a token", f"{memory:.0f} bytes\n{note}")]
     if (seconds := number(last, "seconds")) is not None:
-        facts.append(("this measurement took", f"{seconds_text(seconds)}\nat step {last['step']}"))
+        facts.append(("this measurement took", f"{format_seconds(seconds)}\nat step {last['step']}"))
     return facts
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ostinato.algo.offpolicy import LOG_RATIO_BOUND
-from ostinato.algo.routing import lowest, overlap_ratio, part_sums, shared_ids
+from ostinato.algo.routing import find_lowest_overlap, overlap_ratio, shared_ids, sum_parts
 
 DIRECTION = "KL(sampler || trainer)"  # tokens come from the sampler; the paper prints it the other way round
 TAUS = (1.02, 1.05, 1.1, 1.2, 1.5, 2.0, 5.0)
@@ -151,10 +151,10 @@ def _tabulate_cdf(gap: np.ndarray) -> list[list[float]]:
 def _find_lowest(share: np.ndarray, spans: np.ndarray) -> float:
     """The lowest overlap of a sequence's answer or prompt, of those that are long enough."""
     is_known = ~np.isnan(share)
-    common, routers = part_sums(
+    common, routers = sum_parts(
         np.stack((np.where(is_known, share, 0).sum(axis=1), is_known.sum(axis=1))), spans
     )
-    return lowest(overlap_ratio(common, routers), routers)
+    return find_lowest_overlap(overlap_ratio(common, routers), routers)
 
 
 def _share(part: int, whole: int) -> float:

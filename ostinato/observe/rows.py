@@ -141,7 +141,7 @@ class RunRows:
         if name == "ledger":
             rows = [] if name in self._files else rows
             for index, row in enumerate(rows):
-                if fault := find_fault(row, first=not self.logs[name] and index == 0):
+                if fault := find_fault(row, is_first=not self.logs[name] and index == 0):
                     self._files[name] = f"ledger.jsonl has a row that {fault}; what it cost is not counted."
                     rows = rows[:index]
                     break

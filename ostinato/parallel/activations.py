@@ -8,7 +8,8 @@ tensors that autograd really saves.
 Rows of a microbatch of T, on one rank (``train/sharded.py``):
     slice     T / c        attention and MLP, after ``enter``
     own       T / (c t)    residual stream, norms, routers
-    received  rows that come to the experts here, once each        copies  (row, expert here) pairs
+    received  rows that come to this rank's experts, once each
+    copies    pairs of a received row and an expert of this rank
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ CHUNK = 256  # rows of the head at a time, as algo/logprobs.py
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """Rows of one microbatch on one rank; see the module. ``loss``: those that go through the head."""
+    """Rows of one microbatch on one rank, see the module, and sizes of its axes. ``loss``: the rows that go
+    through the head."""
 
     slice: float
     own: float
@@ -61,7 +63,9 @@ def slots_of(config: ModelConfig, adapter: AdapterSpec | None, layer: int) -> Sl
         return Slots({}, True, False)
     prefix = f"layers.{layer}."
     rank_by_name = {
-        name: a[-2] for name, (a, _) in adapter_shapes(config, adapter).items() if name.startswith(prefix)
+        name: a_shape[-2]
+        for name, (a_shape, _) in adapter_shapes(config, adapter).items()
+        if name.startswith(prefix)
     }
     ranks = {
         slot: sum(rank_by_name.get(prefix + name, 0) for name in names) for slot, names in STACKED.items()
@@ -88,25 +92,27 @@ def saved_bytes(config: ModelConfig, slots: Slots, rows: Rows, width: float, *, 
     return residual + attention + _count_mlp(config, slots, rows, b, config.intermediate_size, "")
 
 
-def boundary(config: ModelConfig, rows: Rows, width: float) -> float:
-    """Bytes that one layer keeps of one microbatch where it is recomputed: the residual before it."""
+def count_boundary(config: ModelConfig, rows: Rows, width: float) -> float:
+    """Bytes that a recomputed layer keeps of one microbatch: the residual stream before it."""
     return rows.own * config.hidden_size * width
 
 
-def once(config: ModelConfig, rows: Rows, width: float) -> float:
+def count_rotary(config: ModelConfig, rows: Rows, width: float) -> float:
     """Bytes that a microbatch keeps for all its layers together: cosines and sines."""
     rotary = config.mla.rope_head_dim if config.mla else config.head_dim
     return 2 * rows.slice * rotary * width
 
 
-def ends(config: ModelConfig, rows: Rows, width: float, *, first: bool, last: bool, full: bool) -> float:
-    """Bytes that a microbatch keeps beside its layers: what the norm before the head reads, and the tokens
-    where the embedding is trained. Where it is not, nothing is kept of the first norm, since nothing below
-    it waits for a gradient."""
-    norm = rows.own * (config.hidden_size * width + FP32)
-    num_bytes = norm * last
-    if first:
-        num_bytes += rows.slice * INT64 if full else -norm
+def count_ends(
+    config: ModelConfig, rows: Rows, width: float, *, is_first: bool, is_last: bool, is_full: bool
+) -> float:
+    """Bytes that a microbatch keeps beside its layers: the input of the norm before the head, on the last
+    stage, and the tokens, on the first stage if the embedding is trained (``is_full``). If it is not, bytes
+    are subtracted: the first norm keeps nothing, since no parameter before it needs a gradient."""
+    norm_bytes = rows.own * (config.hidden_size * width + FP32)
+    num_bytes = norm_bytes * is_last
+    if is_first:
+        num_bytes += rows.slice * INT64 if is_full else -norm_bytes
     return num_bytes
 
 
@@ -118,10 +124,10 @@ def _count_grouped_attention(c: ModelConfig, slots: Slots, rows: Rows, b: float)
     copies = (c.qk_norm == QKNorm.FULL) + (c.clip_qkv is not None)  # each reads one qkv and makes another
     exchanges_heads = rows.context > 1
     if not exchanges_heads or c.qk_norm == QKNorm.HEAD:
-        copies += 1  # the last one lives on in v, and in what is normed
+        copies += 1  # the last copy is kept: v and the inputs of the norms are views of it
     elements += copies * stacked_elements
     rotated_elements = t * (heads + groups) * dk
-    # heads that came, all of q, k and v; else v is a view
+    # q, k and v of the heads that this rank got; without an exchange v is a view
     elements += stacked_elements if exchanges_heads else rotated_elements
     inverse_norms = {QKNorm.NONE: 0, QKNorm.HEAD: heads + groups, QKNorm.FULL: 2}[c.qk_norm]
     return elements * b + t * inverse_norms * FP32 + _count_attention_output(c, slots, rows, b)
@@ -131,8 +137,8 @@ def _count_latent_attention(c: ModelConfig, slots: Slots, rows: Rows, b: float) 
     """Bytes that multi-head latent attention keeps, with keys and values expanded."""
     mla, t, heads = c.mla, rows.slice, c.num_heads
     assert mla is not None
-    reads = slots.reads("q") if mla.q_lora_rank is None else slots.reads("q_a")
-    elements = t * c.hidden_size * (reads or slots.reads("kv_a"))
+    reads_input = slots.reads("q") if mla.q_lora_rank is None else slots.reads("q_a")
+    elements = t * c.hidden_size * (reads_input or slots.reads("kv_a"))
     elements += t * (
         slots.low("q") + slots.low("q_a") + slots.low("q_b") + slots.low("kv_a") + slots.low("kv_b")
     )
@@ -160,9 +166,9 @@ def _count_attention_output(c: ModelConfig, slots: Slots, rows: Rows, b: float) 
 
 def _count_mlp(c: ModelConfig, slots: Slots, rows: Rows, b: float, width: int, role: str) -> float:
     """Bytes that a gated MLP keeps; ``role``: the prefix of its slots."""
-    t, gate_up, down = rows.slice, f"{role}gate_up", f"{role}down"
-    elements = t * c.hidden_size * slots.reads(gate_up) + t * slots.low(gate_up)
-    elements += t * 2 * width + t * width * slots.reads(down) + t * slots.low(down)
+    num_rows, gate_up, down = rows.slice, f"{role}gate_up", f"{role}down"
+    elements = num_rows * c.hidden_size * slots.reads(gate_up) + num_rows * slots.low(gate_up)
+    elements += num_rows * 2 * width + num_rows * width * slots.reads(down) + num_rows * slots.low(down)
     return elements * b
 
 
@@ -170,7 +176,7 @@ def _count_mixture(c: ModelConfig, slots: Slots, rows: Rows, b: float) -> float:
     """Bytes that a mixture of experts keeps, with its router and its shared experts."""
     moe = c.moe
     assert moe is not None
-    num_bytes = _count_router(c, slots, rows, b) + _experts(c, slots, rows, b)
+    num_bytes = _count_router(c, slots, rows, b) + _count_experts(c, slots, rows, b)
     input_bytes = rows.own * c.hidden_size * b * _keeps_mixture_input(slots, rows, b)
     if not moe.shared_intermediate_size:
         return num_bytes + input_bytes
@@ -181,45 +187,45 @@ def _count_mixture(c: ModelConfig, slots: Slots, rows: Rows, b: float) -> float:
 
 def _keeps_mixture_input(slots: Slots, rows: Rows, b: float) -> bool:
     """Whether the input of the mixture is kept, by the router or by a factor that all experts share."""
-    router = slots.low("router") > 0 or (slots.full and b == FP32)
-    return router or (rows.expert == 1 and slots.low("experts_gate_up") > 0 and slots.shared_outer)
+    is_read_by_router = slots.low("router") > 0 or (slots.full and b == FP32)
+    return is_read_by_router or (rows.expert == 1 and slots.low("experts_gate_up") > 0 and slots.shared_outer)
 
 
 def _count_router(c: ModelConfig, slots: Slots, rows: Rows, b: float) -> float:
     """Bytes of logits, scores, the choice and its weights in fp32, and of the router's weight, widened."""
     moe = c.moe
     assert moe is not None
-    t, k, is_narrow = rows.own, moe.top_k, b < FP32
+    num_rows, top_k, is_narrow = rows.own, moe.top_k, b < FP32
     # a sigmoid that is spelled out keeps every step
     score_tensors = 1 if moe.scoring == Scoring.SOFTMAX else 4
-    num_bytes = t * (moe.num_experts * score_tensors * FP32 + k * INT64)
-    num_bytes += t * (k + 1) * FP32 * moe.norm_topk
+    num_bytes = num_rows * (moe.num_experts * score_tensors * FP32 + top_k * INT64)
+    num_bytes += num_rows * (top_k + 1) * FP32 * moe.norm_topk
     num_bytes += moe.num_experts * c.hidden_size * FP32 * is_narrow
-    num_bytes += t * c.hidden_size * FP32 * (slots.full and is_narrow)
-    return num_bytes + t * slots.low("router") * b
+    num_bytes += num_rows * c.hidden_size * FP32 * (slots.full and is_narrow)
+    return num_bytes + num_rows * slots.low("router") * b
 
 
-def _experts(c: ModelConfig, slots: Slots, rows: Rows, b: float) -> float:
+def _count_experts(c: ModelConfig, slots: Slots, rows: Rows, b: float) -> float:
     """Bytes that the routed experts of this rank keep."""
     moe, hidden = c.moe, c.hidden_size
     assert moe is not None
-    n, up, down = rows.copies, slots.low("experts_gate_up"), slots.low("experts_down")
+    num_copies, up_rank, down_rank = rows.copies, slots.low("experts_gate_up"), slots.low("experts_down")
     # what the gate reads, and what is summed with weights
-    elements = n * 2 * moe.intermediate_size + n * hidden
+    elements = num_copies * 2 * moe.intermediate_size + num_copies * hidden
     if slots.full:
-        elements += n * hidden + n * moe.intermediate_size
-    if up:
-        elements += n * up
+        elements += num_copies * hidden + num_copies * moe.intermediate_size
+    if up_rank:
+        elements += num_copies * up_rank
         if not slots.shared_outer:
-            elements += n * hidden
+            elements += num_copies * hidden
         elif rows.expert > 1:
             elements += rows.received * hidden
-    if down:
-        elements += n * moe.intermediate_size + n * down
-        elements += rows.received * down if slots.shared_outer else n * hidden
-    elements += n * slots.low("experts_idle")
-    sums = 1 + (up > 0 or down > 0)
-    indices = INT64 * (n + sums * n if rows.expert == 1 else 5 * n)
+    if down_rank:
+        elements += num_copies * moe.intermediate_size + num_copies * down_rank
+        elements += rows.received * down_rank if slots.shared_outer else num_copies * hidden
+    elements += num_copies * slots.low("experts_idle")
+    num_sums = 1 + (up_rank > 0 or down_rank > 0)
+    indices = INT64 * (num_copies + num_sums * num_copies if rows.expert == 1 else 5 * num_copies)
     indices += moe.num_experts / rows.expert * FP32  # where the rows of each expert end
-    weights = rows.own * moe.top_k * b * (sums if b < FP32 else 1)
+    weights = rows.own * moe.top_k * b * (num_sums if b < FP32 else 1)
     return elements * b + indices + weights

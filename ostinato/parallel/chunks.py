@@ -20,8 +20,8 @@ Part = TypeVar("Part")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rows:
-    """A microbatch as every chunk of a rank takes it. ``routing``: to replay, of own rows and of all MoE
-    layers of the model, [own rows, L, K]; every chunk takes its layers."""
+    """The inputs of every chunk of a rank for a microbatch. ``routing``: experts to replay for own rows, [own
+    rows, L, K] over all MoE layers of the model, of which every chunk selects its own."""
 
     tokens: Tensor  # [T / c]
     positions: Tensor  # [T / c]
@@ -80,5 +80,5 @@ def _select_routing(decoder: Decoder, routing: Tensor | None) -> Tensor | None:
     moe, layers = decoder.config.moe, decoder.share.layers
     if routing is None or moe is None or not decoder.num_moe_layers:
         return None
-    first = sum(n < layers[0] for n in moe.layers)
-    return routing[:, first : first + decoder.num_moe_layers]
+    first_layer = sum(n < layers[0] for n in moe.layers)
+    return routing[:, first_layer : first_layer + decoder.num_moe_layers]

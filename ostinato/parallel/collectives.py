@@ -50,7 +50,7 @@ class Mesh:
         self.coords: Coords = layout.coords(self.rank)
         self._ranks = {axis: layout.group(axis, self.rank) for axis in AXES}
         groups: dict[tuple[int, ...], Any] = {}
-        # a new group does not take over that of the default group
+        # given to each group: a new one does not inherit the timeout of the default group
         timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
         for axis in AXES:
             for rank in range(layout.world):
@@ -88,10 +88,10 @@ class Traffic:
     bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
     # with the time of waiting for other ranks
     seconds: defaultdict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
-    ended: int = 0  # collectives and transfers since the rank began: grows while bytes flow
+    num_ended: int = 0  # collectives and transfers since the rank began: grows while bytes flow
 
     def take(self) -> Traffic:
-        """Return the counts, and start from zero again; ``ended`` goes on."""
+        """Return the counts, and start from zero again; ``num_ended`` goes on."""
         taken = Traffic(self.calls, self.bytes, self.seconds)
         self.calls, self.bytes, self.seconds = Counter(), Counter(), defaultdict(float)
         return taken
@@ -116,11 +116,11 @@ class Pending:
     axis: str
 
     def wait(self) -> Tensor:
-        """Wait until the tensor has been sent, or received, and return it."""
+        """Wait until the tensor has been sent, or received, count the time, and return it."""
         start = time.perf_counter()
         self.work.wait()
         self.traffic.seconds["send_recv", self.axis] += time.perf_counter() - start
-        self.traffic.ended += 1
+        self.traffic.num_ended += 1
         return self.tensor
 
 
@@ -140,7 +140,7 @@ class Collectives:
     @property
     def progress(self) -> int:
         """Number of collectives and transfers that have ended, which grows during a long exchange."""
-        return self.traffic.ended
+        return self.traffic.num_ended
 
     # ---- rows (dimension 0), differentiable
 
@@ -173,8 +173,8 @@ class Collectives:
             return x
         x = x.contiguous()
         out = x.new_empty(n * x.shape[0], *x.shape[1:])
-        whole = out.nbytes
-        self._run("all_gather", axis, whole * (n - 1) // n, lambda g: _all_gather(out, x, group=g))
+        whole_bytes = out.nbytes
+        self._run("all_gather", axis, whole_bytes * (n - 1) // n, lambda g: _all_gather(out, x, group=g))
         return out
 
     def scatter(self, x: Tensor, axis: str) -> Tensor:
@@ -188,11 +188,11 @@ class Collectives:
         return out
 
     def sum_(self, x: Tensor, axis: str) -> Tensor:
-        """Sum ``x`` over an axis, in place."""
+        """Sum ``x`` over an axis, in place, and return it."""
         return self._reduce_in_place(x, axis, dist.ReduceOp.SUM)
 
     def max_(self, x: Tensor, axis: str) -> Tensor:
-        """Maximum of ``x`` over an axis, in place."""
+        """Replace ``x`` by its maximum over an axis, in place, and return it."""
         return self._reduce_in_place(x, axis, dist.ReduceOp.MAX)
 
     def exchange(self, x: Tensor, sent: Sequence[int], received: Sequence[int], axis: str) -> Tensor:
@@ -229,19 +229,19 @@ class Collectives:
     def _reduce_in_place(self, x: Tensor, axis: str, op: Any) -> Tensor:
         n = self.size(axis)
         if n > 1:
-            size = 2 * x.nbytes * (n - 1) // n
-            self._run("all_reduce", axis, size, lambda g: dist.all_reduce(x, op, group=g))
+            sent_bytes = 2 * x.nbytes * (n - 1) // n
+            self._run("all_reduce", axis, sent_bytes, lambda g: dist.all_reduce(x, op, group=g))
         return x
 
-    def _run(self, operation: str, axis: str, sent: int, call: Callable[[Any], Any]) -> None:
-        """Run a collective on the group of ``axis``, and count it with the ``sent`` bytes."""
+    def _run(self, operation: str, axis: str, sent_bytes: int, collective: Callable[[Any], Any]) -> None:
+        """Run a collective on the group of ``axis``, and count it with the ``sent_bytes`` bytes."""
         start = time.perf_counter()
-        call(self._mesh.group(axis))
+        collective(self._mesh.group(axis))
         key = (operation, axis)
         self.traffic.calls[key] += 1
-        self.traffic.bytes[key] += sent
+        self.traffic.bytes[key] += sent_bytes
         self.traffic.seconds[key] += time.perf_counter() - start
-        self.traffic.ended += 1
+        self.traffic.num_ended += 1
 
 
 class _Gather(torch.autograd.Function):
@@ -271,7 +271,7 @@ class _Scatter(torch.autograd.Function):
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, links: Collectives, axis: str) -> Tensor:
-        return links.sum_(x.clone(memory_format=torch.contiguous_format), axis)
+        return links.sum_(x.clone(memory_format=torch.contiguous_format), axis)  # x belongs to the graph
 
     @staticmethod
     @once_differentiable
@@ -301,14 +301,14 @@ def all_gather_ragged(
     dtype: torch.dtype,
     device: torch.device,
 ) -> list[Tensor]:
-    """Tensors of these shapes on all ranks, from one sum over all. ``own``: those of this rank, by index;
-    others count as zero. A tensor that one rank alone has arrives unchanged; several may each have a part of
-    its values, and zeros elsewhere."""
+    """Tensors of these shapes on all ranks: the sums, over all ranks, of their own tensors. ``own``: those of
+    this rank, by index; missing ones count as zeros. So a tensor of one rank arrives unchanged, and several
+    ranks may each give a part of a tensor's values, with zeros elsewhere. All ranks call it together."""
     sizes = [prod(shape) for shape in shapes]
-    flat = torch.zeros(sum(sizes), dtype=dtype, device=device)
-    views = [flat_part.view(*shape) for flat_part, shape in zip(flat.split(sizes), shapes, strict=True)]
+    all_values = torch.zeros(sum(sizes), dtype=dtype, device=device)
+    views = [flat_part.view(*shape) for flat_part, shape in zip(all_values.split(sizes), shapes, strict=True)]
     for index, values in own.items():
         views[index].copy_(values)
-    if len(flat):
-        links.sum_(flat, "all")
+    if len(all_values):
+        links.sum_(all_values, "all")
     return views

@@ -16,7 +16,7 @@ from ostinato.model.config import ModelConfig, QKNorm
 from ostinato.model.shapes import STACKED, AdapterSpec, adapter_shapes, layer_shapes
 from ostinato.model.share import Share, find_spans, local_config, size_of
 from ostinato.parallel.layout import Layout
-from ostinato.parallel.shares import summed_over
+from ostinato.parallel.shares import find_summed_axes
 
 Shape = tuple[int, ...]
 Axes = tuple[str, ...]  # over which a gradient is summed, one after the other
@@ -33,7 +33,7 @@ class Elements:
     vectors: int = 0  # norms and biases
     untrained: int = 0  # fp32: the router's correction bias, which no gradient moves
     adapters: int = 0  # factors
-    copies: int = 0  # of factors as a forward uses them: stacked, the B of one matrix block-diagonal
+    copies: int = 0  # factors as a forward uses them: stacked, with a block-diagonal B for each matrix
 
     def __add__(self, other: Elements) -> Elements:
         return Elements(
@@ -82,16 +82,16 @@ def layer_of(config: ModelConfig, *, moe: bool) -> int | None:
 
 
 def local(config: ModelConfig, layout: Layout) -> ModelConfig:
-    """The config of a model that is just one rank's part of this one."""
-    return _local(config, layout.tensor, layout.expert, layout.expert_tensor)
+    """The config of a model that equals one rank's part of this one."""
+    return _make_local_config(config, layout.tensor, layout.expert, layout.expert_tensor)
 
 
 @lru_cache(maxsize=1024)
-def _local(config: ModelConfig, tensor: int, expert: int, expert_tensor: int) -> ModelConfig:
-    return local_config(config, _share(config, tensor, expert, expert_tensor))
+def _make_local_config(config: ModelConfig, tensor: int, expert: int, expert_tensor: int) -> ModelConfig:
+    return local_config(config, _make_share(config, tensor, expert, expert_tensor))
 
 
-def _share(config: ModelConfig, tensor: int, expert: int, expert_tensor: int) -> Share:
+def _make_share(config: ModelConfig, tensor: int, expert: int, expert_tensor: int) -> Share:
     """The share of the first rank; all others keep as many values."""
     experts = None
     if config.moe is not None and expert > 1:
@@ -118,9 +118,9 @@ def layers_by_kind(config: ModelConfig, layout: Layout, stage: int) -> dict[bool
 @lru_cache(maxsize=65536)
 def stage_elements(config: ModelConfig, adapter: AdapterSpec | None, layout: Layout, stage: int) -> Elements:
     """Elements of a rank of ``stage``, before FSDP cuts them."""
-    first, last = stage == 0, stage == layout.pipeline - 1
-    tables = first + (last and not (config.tie_embeddings and first))
-    elements = Elements(ends=tables * table_size(config, layout), vectors=config.hidden_size * last)
+    is_first, is_last = stage == 0, stage == layout.pipeline - 1
+    num_tables = is_first + (is_last and not (config.tie_embeddings and is_first))
+    elements = Elements(ends=num_tables * table_size(config, layout), vectors=config.hidden_size * is_last)
     for moe, count in layers_by_kind(config, layout, stage).items():
         elements = elements + layer_elements(config, adapter, layout, moe=moe) * count
     return elements
@@ -147,7 +147,7 @@ def _count_layer(
     layer = layer_of(config, moe=moe)
     if layer is None:
         return Elements()
-    share, prefix = _share(config, tensor, expert, expert_tensor), f"layers.{layer}."
+    share, prefix = _make_share(config, tensor, expert, expert_tensor), f"layers.{layer}."
     counts, linears = Counter[str](), layer_shapes(config, layer)
     for name, shape in layer_tensors(config, layer).items():
         kind = "vectors"
@@ -158,14 +158,16 @@ def _count_layer(
     if adapter is not None:
         sizes = {
             name.removeprefix(prefix): size_of(find_spans(config, share, name, shape))
-            for name, shape in _trained(config, adapter, layer)
+            for name, shape in _list_trained(config, adapter, layer)
         }
         counts["adapters"] = sum(sizes.values())
-        counts["copies"] = _copies(config, adapter, share, layer, sizes)
+        counts["copies"] = _count_copies(config, adapter, share, layer, sizes)
     return Elements(**counts)
 
 
-def _trained(config: ModelConfig, adapter: AdapterSpec | None, layer: int) -> Iterator[tuple[str, Shape]]:
+def _list_trained(
+    config: ModelConfig, adapter: AdapterSpec | None, layer: int
+) -> Iterator[tuple[str, Shape]]:
     """(name in the model, such as "layers.3.attn.q.A", shape) of everything in a layer that has a
     gradient."""
     prefix = f"layers.{layer}."
@@ -185,25 +187,27 @@ def _list_factors(config: ModelConfig, adapter: AdapterSpec) -> dict[str, tuple[
     return adapter_shapes(config, adapter)
 
 
-def _copies(
+def _count_copies(
     config: ModelConfig, adapter: AdapterSpec, share: Share, layer: int, sizes: dict[str, int]
 ) -> int:
     """Number of values of ``Adapters.prepare`` for one layer, as ``lora._stack`` makes them: the A of a
     stored matrix above each other, its B block-diagonal over all outputs, adapted or not."""
     shapes = layer_shapes(local_config(config, share), layer)
-    slots = [members for members in STACKED.values() if members[0] in shapes or members[-1] in shapes]
+    slots = [names for names in STACKED.values() if names[0] in shapes or names[-1] in shapes]
     slots = [names for names in slots if (len(names) == 3) == (config.mla is None) or names[0] != "attn.q"]
     total = 0
-    for members in slots:
-        adapted = [name for name in members if f"{name}.A" in sizes]
-        outputs = sum(shapes[name][-2] for name in members if name in shapes)
-        total += sum(sizes[f"{name}.A"] for name in adapted) + adapter.rank * len(adapted) * outputs
+    for names in slots:
+        adapted_names = [name for name in names if f"{name}.A" in sizes]
+        outputs = sum(shapes[name][-2] for name in names if name in shapes)
+        total += (
+            sum(sizes[f"{name}.A"] for name in adapted_names) + adapter.rank * len(adapted_names) * outputs
+        )
     if not any(name.startswith("experts.") for name in sizes):
         return total
     rank, (num_local, width, hidden) = adapter.rank_of(".experts."), shapes["experts.gate"]
-    adapted = [name for name in ("experts.gate", "experts.up") if f"{name}.A" in sizes]
-    first_factors = sum(sizes[f"{name}.A"] for name in adapted) if adapted else rank * hidden
-    total += first_factors + rank * max(1, len(adapted)) * 2 * width * num_local
+    adapted_names = [name for name in ("experts.gate", "experts.up") if f"{name}.A" in sizes]
+    first_factors = sum(sizes[f"{name}.A"] for name in adapted_names) if adapted_names else rank * hidden
+    total += first_factors + rank * max(1, len(adapted_names)) * 2 * width * num_local
     down_sizes = [sizes[f"experts.down.{side}"] for side in "AB" if f"experts.down.{side}" in sizes]
     return total + (sum(down_sizes) if down_sizes else rank * (num_local * width + hidden))
 
@@ -212,18 +216,20 @@ def gradient_sums(
     config: ModelConfig, adapter: AdapterSpec | None, layout: Layout, stage: int
 ) -> Counter[Axes]:
     """Number of trained values of a stage on one rank, by the axes over which their gradients are summed
-    (``shares.summed_over``); the padding of pieces (f) is not counted."""
+    (``shares.find_summed_axes``); the padding of pieces (f) is not counted."""
     sums = Counter[Axes]()
     for moe, count in layers_by_kind(config, layout, stage).items():
-        cuts = (layout.tensor, layout.expert, layout.expert_tensor)
+        axis_sizes = (layout.tensor, layout.expert, layout.expert_tensor)
         shard = layout.shard if adapter is None else 1
-        for axes, values in _count_layer_sums(config, adapter, *cuts, shard, moe).items() if count else ():
+        for axes, values in (
+            _count_layer_sums(config, adapter, *axis_sizes, shard, moe).items() if count else ()
+        ):
             sums[axes] += count * values
     if adapter is None:
-        last = stage == layout.pipeline - 1
-        tables = (stage == 0) + (last and not (config.tie_embeddings and stage == 0))
-        sums["s" if layout.tensor == 1 else "dc",] += tables * table_size(config, layout)
-        sums["s",] += config.hidden_size * last
+        is_last = stage == layout.pipeline - 1
+        num_tables = (stage == 0) + (is_last and not (config.tie_embeddings and stage == 0))
+        sums["s" if layout.tensor == 1 else "dc",] += num_tables * table_size(config, layout)
+        sums["s",] += config.hidden_size * is_last
     return sums
 
 
@@ -241,9 +247,9 @@ def _count_layer_sums(
     layer, sums = layer_of(config, moe=moe), Counter[Axes]()
     if layer is None:
         return sums
-    share = _share(config, tensor, expert, expert_tensor)
-    for name, shape in _trained(config, adapter, layer):
+    share = _make_share(config, tensor, expert, expert_tensor)
+    for name, shape in _list_trained(config, adapter, layer):
         num_pieces = shard if len(shape) == 2 else 1
-        axes = summed_over(name, shape, share, in_pieces=num_pieces > 1)
+        axes = find_summed_axes(name, shape, share, in_pieces=num_pieces > 1)
         sums[axes] += -(-size_of(find_spans(config, share, name, shape)) // num_pieces)
     return sums

@@ -34,9 +34,9 @@ class ExpertParallel:
     """``Ops.experts`` of a rank that keeps a part of the experts: call it with own rows x [T, D],
     slots [T, K], weights [T, K] and the weights and factors that are kept here.
 
-    A slot is the place of an expert when all that ranks keep stands in a row (``placement.slots``); where
-    they are contiguous, it is the expert's number. ``tensor``: ranks of axis "t" that each keep a part of an
-    expert's width; rows of all of them are gathered first.
+    A slot is the place of an expert in the list of all experts, ordered by rank (``placement.number_slots``).
+    Of contiguous experts it is the expert's number. ``tensor``: the number of ranks of axis "t" that each
+    keep a part of an expert's width; rows of all of them are gathered first.
 
     Its twin on one rank is ``model.moe.experts``. Factors that all ranks have (those of shared_outer) get the
     gradient of the rows that passed here; the sum over ranks is the trainer's.
@@ -55,11 +55,11 @@ class ExpertParallel:
         lora: ExpertLora | None = None,
     ) -> Tensor:
         if self.tensor == 1:
-            return self._routed(x, slots, weights, gate_up, down, lora)
+            return self._run_routed(x, slots, weights, gate_up, down, lora)
         rows, slots, weights = (self.links.all_gather(part, "t") for part in (x, slots, weights))
-        return self.links.reduce_scatter(self._routed(rows, slots, weights, gate_up, down, lora), "t")
+        return self.links.reduce_scatter(self._run_routed(rows, slots, weights, gate_up, down, lora), "t")
 
-    def _routed(
+    def _run_routed(
         self,
         x: Tensor,
         slots: Tensor,
@@ -73,8 +73,8 @@ class ExpertParallel:
         if ranks == 1:
             return experts(x, slots, weights, gate_up, down, lora)
         owner = slots // num_local
-        out = Copies.to_ranks(owner, ranks)
-        send_counts = torch.bincount(out.destination, minlength=ranks)
+        copies = Copies.to_ranks(owner, ranks)
+        send_counts = torch.bincount(copies.destination, minlength=ranks)
         one_per_rank = [1] * ranks
         receive_counts = self.links.all_to_all(send_counts, one_per_rank, one_per_rank, "e")
         send_splits, receive_splits = send_counts.tolist(), receive_counts.tolist()
@@ -82,11 +82,11 @@ class ExpertParallel:
         def travel(rows: Tensor) -> Tensor:
             return self.links.all_to_all(rows, send_splits, receive_splits, "e")
 
-        local_ids = slots.index_select(0, out.row) - num_local * out.destination.unsqueeze(1)
+        local_ids = slots.index_select(0, copies.row) - num_local * copies.destination.unsqueeze(1)
         local_ids = travel(torch.where((local_ids >= 0) & (local_ids < num_local), local_ids, -1).int())
-        rows, scale = travel(out.spread(x)), travel(out.spread(weights))
-        partial = _run_local_experts(rows, local_ids, scale, gate_up, down, lora)
-        return out.collect(self.links.all_to_all(partial, receive_splits, send_splits, "e"))
+        rows, received_weights = travel(copies.spread(x)), travel(copies.spread(weights))
+        partial_sums = _run_local_experts(rows, local_ids, received_weights, gate_up, down, lora)
+        return copies.collect(self.links.all_to_all(partial_sums, receive_splits, send_splits, "e"))
 
 
 def _run_local_experts(
@@ -98,11 +98,13 @@ def _run_local_experts(
     row, column = (local_ids >= 0).nonzero(as_tuple=True)
     copies = Copies.of(row, local_ids[row, column].long(), len(x))
     # weight of every copy, in the order of copies
-    scale = weights.flatten().index_select(
+    copy_weights = weights.flatten().index_select(
         0, (row * local_ids.shape[1] + column).index_select(0, copies.order)
     )
     ends = torch.bincount(copies.destination, minlength=num_local).cumsum(0).to(torch.int32)
-    return mixture(x, ends, copies.spread, lambda rows: copies.collect(rows, scale), gate_up, down, lora)
+    return mixture(
+        x, ends, copies.spread, lambda rows: copies.collect(rows, copy_weights), gate_up, down, lora
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -116,10 +118,10 @@ class Copies:
         turns        [0 1] [2]      the first copy of each row, then the second ones
     """
 
-    row: Tensor  # [S] int64: of which row
+    row: Tensor  # [S] int64: the row of each copy
     destination: Tensor  # [S] int64, ascending
-    order: Tensor  # [S] int64: the place of each copy in what it was made of
-    turns: tuple[Tensor, ...]  # of places in S; within a turn no row comes twice, so its order is free
+    order: Tensor  # [S] int64: the index of each copy among the pairs that it was made from
+    turns: tuple[Tensor, ...]  # indices of copies; no row is twice in a turn, whose order has no effect then
     rows: int  # R
 
     @classmethod
@@ -128,12 +130,12 @@ class Copies:
         order = destination.argsort(stable=True)
         row = row.index_select(0, order)
         by_row = row.argsort(stable=True)
-        per_row = torch.bincount(row, minlength=rows)
-        first_copy = per_row.cumsum(0) - per_row
+        copies_of_row = torch.bincount(row, minlength=rows)
+        first_copy = copies_of_row.cumsum(0) - copies_of_row
         turn_of_copy = torch.arange(len(row), device=row.device) - first_copy.index_select(
             0, row.index_select(0, by_row)
         )
-        num_turns = int(per_row.max()) if len(row) else 0
+        num_turns = int(copies_of_row.max()) if len(row) else 0
         turns = tuple(by_row[turn_of_copy == n] for n in range(num_turns))
         return cls(
             row=row, destination=destination.index_select(0, order), order=order, turns=turns, rows=rows
@@ -156,12 +158,12 @@ class Copies:
 
     def sum(self, copies: Tensor, weights: Tensor | None = None) -> Tensor:
         """``collect`` without gradients."""
-        wide = torch.promote_types(copies.dtype, torch.float32)
-        total = copies.new_zeros(self.rows, *copies.shape[1:], dtype=wide)
+        wide_dtype = torch.promote_types(copies.dtype, torch.float32)
+        total = copies.new_zeros(self.rows, *copies.shape[1:], dtype=wide_dtype)
         for places in self.turns:
-            part = copies.index_select(0, places).to(wide)
+            part = copies.index_select(0, places).to(wide_dtype)
             if weights is not None:
-                part *= weights.index_select(0, places).to(copies.dtype).to(wide).unsqueeze(1)
+                part *= weights.index_select(0, places).to(copies.dtype).to(wide_dtype).unsqueeze(1)
             total.index_add_(0, self.row.index_select(0, places), part)
         return total.to(copies.dtype)
 
@@ -188,10 +190,10 @@ class _Collect(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        spread = grad.index_select(0, ctx.copies.row)
-        if not (saved := ctx.saved_tensors):  # read once: under checkpointing a second read fails
-            return spread, None, None
-        rows, weights = saved
-        wide = torch.promote_types(rows.dtype, torch.float32)
-        grad_weights = (spread.to(wide) * rows.to(wide)).sum(dim=-1).to(weights.dtype)
-        return spread * weights.to(spread.dtype).unsqueeze(1), grad_weights, None
+        row_grads = grad.index_select(0, ctx.copies.row)
+        if not (saved_tensors := ctx.saved_tensors):  # read once: under checkpointing a second read fails
+            return row_grads, None, None
+        rows, weights = saved_tensors
+        wide_dtype = torch.promote_types(rows.dtype, torch.float32)
+        grad_weights = (row_grads.to(wide_dtype) * rows.to(wide_dtype)).sum(dim=-1).to(weights.dtype)
+        return row_grads * weights.to(row_grads.dtype).unsqueeze(1), grad_weights, None

@@ -26,7 +26,8 @@ def sharded_fingerprint(
     pieces: Pieces | None = None,
     placement: Placement | None = None,
 ) -> str:
-    """The fingerprint, the same on every rank and under every layout, from a few values of every tensor."""
+    """The fingerprint, the same on every rank and under every layout, from a few values of every tensor. All
+    ranks call it together."""
     config = decoders[0].config
     shapes = parameter_shapes(config)
     shares = [shares_of(mesh.layout, config, rank, placement) for rank in range(mesh.layout.world)]
@@ -38,9 +39,9 @@ def sharded_fingerprint(
             continue
         if pieces is not None and pieces.shape(weight) is not None:
             weight = pieces.join(weight, weight.detach())  # on all of its ranks at once
-        owned = [part for part in owned_parts(config, shares, name, shape) if part.rank == mesh.rank]
-        if owned:
-            samples[index] = _sampled(weight.detach(), shape, owned[0])
+        own_parts = [part for part in owned_parts(config, shares, name, shape) if part.rank == mesh.rank]
+        if own_parts:
+            samples[index] = _sample_part(weight.detach(), shape, own_parts[0])
     sizes = [(len(_sample_indices(shape)),) for shape in shapes.values()]
     gathered = all_gather_ragged(links, sizes, samples, dtype=torch.float32, device=mesh.device)
     return fingerprint_of(
@@ -60,10 +61,10 @@ def _sample_indices(shape: Sequence[int]) -> np.ndarray:
     return np.arange(0, int(np.prod(shape)), fingerprint_stride(int(np.prod(shape))))
 
 
-def _sampled(weight: Tensor, shape: Sequence[int], part: OwnedPart) -> Tensor:
+def _sample_part(weight: Tensor, shape: Sequence[int], part: OwnedPart) -> Tensor:
     """Values at ``_sample_indices`` that ``part`` has, 0 elsewhere; rounded to bf16, as fp32."""
     indices_by_dim = np.unravel_index(_sample_indices(shape), shape)
-    local_by_dim = [_local(spans, ids) for spans, ids in zip(part.spans, indices_by_dim, strict=True)]
+    local_by_dim = [_locate(spans, ids) for spans, ids in zip(part.spans, indices_by_dim, strict=True)]
     is_local = np.logical_and.reduce([ids >= 0 for ids in local_by_dim])
     values = torch.zeros(len(is_local), dtype=torch.float32, device=weight.device)
     local_indices = tuple(torch.from_numpy(ids[is_local]).to(weight.device) for ids in local_by_dim)
@@ -71,11 +72,11 @@ def _sampled(weight: Tensor, shape: Sequence[int], part: OwnedPart) -> Tensor:
     return values
 
 
-def _local(spans: Spans, ids: np.ndarray) -> np.ndarray:
+def _locate(spans: Spans, ids: np.ndarray) -> np.ndarray:
     """Indices ``ids`` of the whole as indices along one dimension of a part; -1 for those of other parts."""
-    local_ids, start = np.full(len(ids), -1), 0
+    local_ids, local_start = np.full(len(ids), -1), 0
     for span in spans:
         is_inside = (ids >= span.start) & (ids < span.stop)
-        local_ids[is_inside] = ids[is_inside] - span.start + start
-        start += len(span)
+        local_ids[is_inside] = ids[is_inside] - span.start + local_start
+        local_start += len(span)
     return local_ids

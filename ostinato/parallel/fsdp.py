@@ -33,12 +33,12 @@ class Pieces:
 
     def take(self, decoder: Decoder) -> None:
         """Keep this rank's pieces of a decoder's matrices only, as parameters of the same names."""
-        parts, place = self._links.size("f"), self._links.place("f")
+        num_parts, part_idx = self._links.size("f"), self._links.place("f")
         names = {id(parameter): name for name, parameter in decoder.named_parameters()}
         for block in decoder.blocks:
             for holder, field, matrix in _iterate_matrices(block):
-                padded = F.pad(matrix.detach().flatten(), (0, -matrix.numel() % parts))
-                piece_values = padded.view(parts, -1)[place].clone()
+                padded = F.pad(matrix.detach().flatten(), (0, -matrix.numel() % num_parts))
+                piece_values = padded.view(num_parts, -1)[part_idx].clone()
                 piece = nn.Parameter(piece_values, requires_grad=matrix.requires_grad)
                 self._shapes[id(piece)] = matrix.shape
                 path, _, leaf = names[id(matrix)].rpartition(".")
@@ -46,18 +46,19 @@ class Pieces:
                 setattr(holder, field, piece)
 
     def __call__(self, block: Block) -> Block:
-        """The block with whole matrices, from one gather of all its pieces."""
+        """The block with whole matrices, from one gather of all its pieces; the block itself if it has
+        none."""
         matrices = [*_iterate_matrices(block, self._shapes)]
         if not matrices:
             return block
-        flat = torch.cat([piece for _, _, piece in matrices])
-        by_rank = self._links.all_gather(flat, "f").view(self._links.size("f"), -1)
-        whole: dict[int, Tensor] = {}
+        own_pieces = torch.cat([piece for _, _, piece in matrices])
+        by_rank = self._links.all_gather(own_pieces, "f").view(self._links.size("f"), -1)
+        whole_by_piece: dict[int, Tensor] = {}
         columns = by_rank.split([len(piece) for _, _, piece in matrices], dim=1)
         for (_, _, piece), column in zip(matrices, columns, strict=True):
             shape = self._shapes[id(piece)]
-            whole[id(piece)] = column.reshape(-1)[: shape.numel()].view(shape)
-        return _replace_matrices(block, whole)
+            whole_by_piece[id(piece)] = column.reshape(-1)[: shape.numel()].view(shape)
+        return _replace_matrices(block, whole_by_piece)
 
     def shape(self, piece: Tensor) -> torch.Size | None:
         """Shape of the matrix that a parameter is a piece of; None where it is whole."""
@@ -69,16 +70,17 @@ class Pieces:
         return self._links.gather(values, "f")[: shape.numel()].view(shape)
 
     def own(self, piece: Tensor, whole: Tensor) -> Tensor:
-        """The inverse of ``join``: this rank's piece of ``whole``."""
-        parts = self._links.size("f")
-        padded = F.pad(whole.flatten(), (0, -whole.numel() % parts))
-        return padded.view(parts, -1)[self._links.place("f")].clone()
+        """The inverse of ``join``: a copy of this rank's piece of ``whole``, with zeros behind the end."""
+        num_parts = self._links.size("f")
+        padded = F.pad(whole.flatten(), (0, -whole.numel() % num_parts))
+        return padded.view(num_parts, -1)[self._links.place("f")].clone()
 
 
 def _iterate_matrices(
     block: Any, pieces: dict[int, torch.Size] | None = None
 ) -> Iterator[tuple[Any, str, nn.Parameter]]:
-    """(owner, its field, the matrix) of every matrix of a block; with ``pieces`` of those that are cut."""
+    """Yield (owner, its field, the matrix) for every matrix of a block; with ``pieces``, only for those that
+    are cut."""
     for field in fields(block):
         value = getattr(block, field.name)
         if is_dataclass(value):

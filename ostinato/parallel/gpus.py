@@ -17,7 +17,7 @@ from ostinato.parallel.memory import DType
 GB = 1e9
 TFLOPS = 1e12
 # The next wider type, to which operands are widened where a device has no products of their own.
-WIDER = {DType.INT4: DType.INT8, DType.INT8: DType.BF16, DType.FP8: DType.BF16, DType.BF16: DType.FP32}
+WIDER_DTYPES = {DType.INT4: DType.INT8, DType.INT8: DType.BF16, DType.FP8: DType.BF16, DType.BF16: DType.FP32}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,23 +72,23 @@ SHEETS: Mapping[str, Sheet] = MappingProxyType(
 )
 
 
-def gpu_named(name: str) -> Gpu:
+def find_gpu(name: str) -> Gpu:
     """The device called ``name``, or the only one whose name contains it ("4090"). Raises ValueError, which
     says how a device without a row is planned."""
-    lowered = name.lower()
-    keys = [key for key in SHEETS if lowered in (key.lower(), key.lower().rpartition("-")[0])]
-    keys = keys or [key for key in SHEETS if lowered in key.lower()]
-    if len(keys) > 1:
-        raise ValueError(f"gpus names {name!r}, which is {' or '.join(keys)}; write one of them")
-    if not keys:
+    lower_name = name.lower()
+    names = [key for key in SHEETS if lower_name in (key.lower(), key.lower().rpartition("-")[0])]
+    names = names or [key for key in SHEETS if lower_name in key.lower()]
+    if len(names) > 1:
+        raise ValueError(f"gpus names {name!r}, which is {' or '.join(names)}; write one of them")
+    if not names:
         raise ValueError(
             f"gpus names {name!r}, of which there is no data sheet here, only of {', '.join(SHEETS)}: "
             "write the one with the nearest speed, and the memory of yours with --gpu-memory GB"
         )
-    sheet = SHEETS[keys[0]]
+    sheet = SHEETS[names[0]]
     flops = {DType.FP32: sheet.tf32, DType.BF16: sheet.bf16} | ({DType.FP8: sheet.fp8} if sheet.fp8 else {})
     return Gpu(
-        name=keys[0],
+        name=names[0],
         memory=sheet.memory * GB,
         flops=MappingProxyType({dtype: value * TFLOPS for dtype, value in flops.items()}),
         hbm=sheet.hbm * GB,
@@ -100,8 +100,8 @@ def gpu_named(name: str) -> Gpu:
     )
 
 
-def peak(gpu: Gpu, dtype: DType) -> float:
+def find_peak(gpu: Gpu, dtype: DType) -> float:
     """FLOP/s of products of ``dtype``, or of the next wider type that the device multiplies."""
     while dtype not in gpu.flops:
-        dtype = WIDER[dtype]
+        dtype = WIDER_DTYPES[dtype]
     return gpu.flops[dtype]

@@ -3,7 +3,7 @@
 torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) is honoured where it is there:
 then a launcher has started all ranks. Otherwise ``Ranks`` starts them.
 
-No torch here: a process knows whether it follows before torch is imported.
+No torch here: whether a process follows another is decided before torch is imported.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from ostinato.workers.process import Child
 
-NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+NEEDED_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LOOPBACK = "127.0.0.1"
 CLOSE_S = 10.0  # for ranks that have been ordered to end
 SIOCGIFADDR = 0x8915  # of Linux: the address of an interface
@@ -37,8 +37,8 @@ class Place:
     local_world: int
     address: str
     port: int
-    agent: bool = False  # torchrun's agent keeps the store at this address
-    attempt: int = 0  # of that agent: keys of an earlier one may still be there
+    agent: bool = False  # whether torchrun's agent keeps the store at this address
+    attempt: int = 0  # number of its restart: keys of an earlier attempt may still be in the store
 
     @property
     def is_local(self) -> bool:
@@ -47,23 +47,26 @@ class Place:
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> Place | None:
-        """The place that torchrun's ``environ`` gives; None where the process is not one of several.
+        """The place that torchrun's ``environ`` gives; None if one of its variables is missing, or if there
+        is one rank.
 
-        Raises ValueError naming the variable that is no number or out of range.
+        Raises ValueError naming a variable that is no number or out of range.
         """
-        if not all(environ.get(name) for name in NEEDED):
+        if not all(environ.get(name) for name in NEEDED_VARIABLES):
             return None
-        world = _number(environ, "WORLD_SIZE", 1, None)
+        world = _read_number(environ, "WORLD_SIZE", 1, None)
         if world == 1:
             return None
-        local_world = _number(environ, "LOCAL_WORLD_SIZE", 1, world) if "LOCAL_WORLD_SIZE" in environ else 1
+        local_world = (
+            _read_number(environ, "LOCAL_WORLD_SIZE", 1, world) if "LOCAL_WORLD_SIZE" in environ else 1
+        )
         return cls(
-            rank=_number(environ, "RANK", 0, world - 1),
+            rank=_read_number(environ, "RANK", 0, world - 1),
             world=world,
-            local_rank=_number(environ, "LOCAL_RANK", 0, world - 1) if "LOCAL_RANK" in environ else 0,
+            local_rank=_read_number(environ, "LOCAL_RANK", 0, world - 1) if "LOCAL_RANK" in environ else 0,
             local_world=local_world,
             address=environ["MASTER_ADDR"],
-            port=_number(environ, "MASTER_PORT", 1, 65535),
+            port=_read_number(environ, "MASTER_PORT", 1, 65535),
             agent=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             attempt=int(environ.get("TORCHELASTIC_RESTART_COUNT") or 0),
         )
@@ -81,11 +84,12 @@ def local_place(world: int, port: int, rank: int = 0) -> Place:
     return Place(rank=rank, world=world, port=port, **shared_fields)
 
 
-def _number(environ: Mapping[str, str], name: str, least: int, most: int | None) -> int:
-    """The variable ``name`` as an integer. Raises ValueError where it is none from ``least`` to ``most``."""
+def _read_number(environ: Mapping[str, str], name: str, minimum: int, maximum: int | None) -> int:
+    """The variable ``name`` as an integer. Raises ValueError where it is none from ``minimum`` to
+    ``maximum``."""
     text = environ[name]
-    if not text.isdecimal() or int(text) < least or (most is not None and int(text) > most):
-        bound = f"from {least} to {most}" if most is not None else f"of {least} or more"
+    if not text.isdecimal() or int(text) < minimum or (maximum is not None and int(text) > maximum):
+        bound = f"from {minimum} to {maximum}" if maximum is not None else f"of {minimum} or more"
         raise ValueError(f"{name} is {text!r}, no whole number {bound}; start the ranks with torchrun")
     return int(text)
 
@@ -110,8 +114,8 @@ class Ranks:
         command: Sequence[str] = (),
         threads: int | None = None,
     ) -> Iterator[Ranks]:
-        """Start ``command`` (this program, as a follower) for each rank but 0; at the end of the context all
-        have ended. ``threads`` of each; None: the cores, shared."""
+        """Start ``command`` (by default this program, as a follower) for each rank but 0, with a new log; at
+        the end of the context all are ended. ``threads``: of each rank; None: an equal share of the cores."""
         folder.mkdir(parents=True, exist_ok=True)
         command = command or [sys.executable, "-m", "ostinato", "rank"]
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -133,16 +137,18 @@ class Ranks:
         finally:
             ranks.close()
 
-    def ended(self) -> dict[int, str]:
+    def find_ended(self) -> dict[int, str]:
         """The endings, in words, of the ranks that have ended, by rank."""
-        ending_by_rank = {rank: child.ended() for rank, child in self._children.items()}
-        return {rank: self._ending(rank, how) for rank, how in ending_by_rank.items() if how}
+        ending_by_rank = {rank: child.describe_end() for rank, child in self._children.items()}
+        return {
+            rank: self._describe_rank_end(rank, ending) for rank, ending in ending_by_rank.items() if ending
+        }
 
-    def _ending(self, rank: int, how: str) -> str:
-        """``how`` a rank ended, with the last lines that it printed."""
+    def _describe_rank_end(self, rank: int, ending: str) -> str:
+        """``ending`` in words, with the last lines that the rank printed."""
         lines = self._children[rank].last_lines(LAST_LINES)
         log = self._folder / f"rank-{rank}.log"
-        return f"ended: {how}" + (f"; its last lines, in {log}: {lines}" if lines else "")
+        return f"ended: {ending}" + (f"; its last lines, in {log}: {lines}" if lines else "")
 
     def close(self, within_s: float = CLOSE_S) -> None:
         """Wait ``within_s`` for the ranks to end, and kill those that have not."""
@@ -154,20 +160,21 @@ class Ranks:
 
 
 def loopback() -> str:
-    """The interface of this host alone, for GLOO_SOCKET_IFNAME: gloo would query a resolver otherwise."""
+    """The loopback interface, for GLOO_SOCKET_IFNAME: gloo would query a resolver otherwise."""
     return "lo0" if sys.platform == "darwin" else "lo"
 
 
 def choose_interface(place: Place, environ: MutableMapping[str, str]) -> None:
-    """Make gloo use the network that leads to the other ranks, unless the user has named one. By itself it
-    takes what the name of this host resolves to, often an address that no other host reaches."""
+    """Set GLOO_SOCKET_IFNAME in ``environ`` to the interface by which the other ranks are reached, unless it
+    is set already or the interface cannot be found. By itself gloo takes the address to which the name of
+    this host resolves, often one that no other host reaches."""
     if "GLOO_SOCKET_IFNAME" in environ:
         return
-    if interface := loopback() if place.is_local else interface_towards(place.address):
+    if interface := loopback() if place.is_local else find_interface(place.address):
         environ["GLOO_SOCKET_IFNAME"] = interface
 
 
-def interface_towards(address: str) -> str | None:
+def find_interface(address: str) -> str | None:
     """The network interface by which this host reaches ``address``; None where that cannot be found."""
     if not sys.platform.startswith("linux"):
         return None

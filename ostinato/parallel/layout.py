@@ -79,7 +79,7 @@ class Layout:
     @classmethod
     def parse(cls, text: str) -> Layout:
         """The layout written as ``text`` ("d2t2p2", factors in any order; "" and "1" are one rank). Raises
-        ValueError."""
+        ValueError for another form, an unknown or repeated letter, and as ``Layout`` does."""
         factors = re.findall(r"([a-z])(\d+)", text)
         letters = [letter for letter, _ in factors]
         if "".join(letter + size for letter, size in factors) != text and text != "1":
@@ -121,13 +121,14 @@ class Layout:
 
     @property
     def couples_microbatches(self) -> bool:
-        """Whether data ranks exchange something in the passes over their own microbatches: weights in pieces,
-        or rows for experts. An expert group lies within one data rank where e divides its slots."""
+        """Whether data ranks exchange weights in pieces, or rows for experts, in the passes over their own
+        microbatches. An expert group lies within one data rank if e divides the expert slots of that rank."""
         slots = self.context * (1 if self.expert_tensor > 1 else self.tensor)
         return self.shard > 1 or slots % self.expert != 0
 
     def coords(self, rank: int) -> Coords:
-        """Coordinates of ``rank``: tensor runs fastest, then context, data, pipeline. Raises ValueError."""
+        """Coordinates of ``rank``: tensor runs fastest, then context, data, pipeline. Raises ValueError for a
+        rank outside of the layout."""
         if not 0 <= rank < self.world:
             raise ValueError(f"rank is {rank}; layout {self} has ranks 0 to {self.world - 1}")
         rank, tensor = divmod(rank, self.tensor)
@@ -138,15 +139,15 @@ class Layout:
     def group(self, axis: str, rank: int) -> tuple[int, ...]:
         """The ranks that share an axis with ``rank``, itself among them, in order of their place on it.
 
-        axis: "d", "t", "p" or "c"; "f": that hold the pieces of the same weights; "e": that exchange rows for
-        experts; "r": the replicas of the same expert part; "s": the whole stage; "dc": its ranks with the
-        same part of heads and widths; "dcf": of these, those with the same piece of f; "rows": that have a
-        part of the same microbatch; "all".
+        axis: "d", "t", "p" or "c"; "f": the holders of the pieces of the same weights; "e": ranks that
+        exchange rows for experts; "r": the replicas of the same expert part; "s": the whole stage; "dc": its
+        ranks with the same part of heads and widths; "dcf": those of "dc" with the same piece of f; "rows":
+        the ranks of one microbatch; "all".
         """
         members = [
             candidate
             for candidate in range(self.world)
-            if self._key(axis, candidate) == self._key(axis, rank)
+            if self._make_group_key(axis, candidate) == self._make_group_key(axis, rank)
         ]
         return tuple(sorted(members, key=lambda candidate: (self.place(axis, candidate), candidate)))
 
@@ -175,7 +176,7 @@ class Layout:
             slot = slot * self.tensor + coords.tensor
         return slot % self.expert, slot // self.expert
 
-    def _key(self, axis: str, rank: int) -> tuple[int, ...]:
+    def _make_group_key(self, axis: str, rank: int) -> tuple[int, ...]:
         """Key that exactly the ranks of one group of ``axis`` have in common."""
         coords = self.coords(rank)
         expert_tensor_rank = coords.tensor if self.expert_tensor > 1 else 0
@@ -196,7 +197,7 @@ class Layout:
 
     def refuse(self, config: ModelConfig) -> None:
         """Raise ValueError where this layout cannot cut the model."""
-        for quantity, size, divisor, letters in self._cuts(config):
+        for quantity, size, divisor, letters in self._list_cuts(config):
             if size % divisor:
                 raise ValueError(
                     f"layout {self} cuts {quantity} ({size}) by {letters} = {divisor}; use a divisor"
@@ -214,9 +215,9 @@ class Layout:
                 f"layout {self} cuts heads by t, but {config.model_type} norms all heads at once; use t1"
             )
 
-    def _cuts(self, config: ModelConfig) -> list[tuple[str, int, int, str]]:
-        """(quantity, its size, by what it is cut, the letters of that) of everything that must come out
-        even."""
+    def _list_cuts(self, config: ModelConfig) -> list[tuple[str, int, int, str]]:
+        """(quantity, its size, its divisor, the letters of the divisor) for every size that the layout
+        divides."""
         heads = self.tensor * self.context
         cuts = [
             ("num_attention_heads", config.num_heads, heads, "t times c"),
@@ -235,8 +236,8 @@ class Layout:
         return cuts
 
     def chunk_layers(self, num_layers: int) -> tuple[range, ...]:
-        """The layers of every chunk, in order; chunk i is on stage i % p. Where they do not come out even,
-        the first chunks get one more, since the last also has the head."""
+        """The layers of every chunk, in order; chunk i is on stage i % p. If the layers cannot be divided
+        evenly, the first chunks get one more, since the last also has the head."""
         size, remainder = divmod(num_layers, self.chunks)
         bounds = [0]
         for chunk in range(self.chunks):

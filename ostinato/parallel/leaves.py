@@ -25,8 +25,8 @@ from ostinato.model.config import ModelConfig
 from ostinato.model.share import find_spans, size_of
 from ostinato.parallel.collectives import Collectives, Mesh
 from ostinato.parallel.fsdp import Pieces
-from ostinato.parallel.pieces import cut, put
-from ostinato.parallel.shares import OwnedPart, Placement, keeps, owned_parts, shares_of, summed_over
+from ostinato.parallel.pieces import copy_part, write_part
+from ostinato.parallel.shares import OwnedPart, Placement, find_summed_axes, has_part, owned_parts, shares_of
 
 BUCKET_BYTES = 64 << 20  # of gradients that are summed in one call
 
@@ -52,12 +52,13 @@ class ShardedLeaves:
         self._shares = [shares_of(mesh.layout, config, rank, placement) for rank in world]
         own_share = self._shares[mesh.rank][0]
         self._axes = {
-            name: summed_over(name, shapes[name], own_share, in_pieces=self._is_in_pieces(leaf))
+            name: find_summed_axes(name, shapes[name], own_share, in_pieces=self._is_in_pieces(leaf))
             for name, leaf in named.items()
         }
 
     def reduce(self) -> Tensor:
-        """See ``train.leaves.Leaves``. A leaf that no row of this rank has touched has a gradient of zero."""
+        """See ``train.leaves.Leaves``: sum the gradients over ranks, in place, and return their norm. A leaf
+        without a gradient on this rank gets one of zeros."""
         for leaf in self.named.values():
             if leaf.grad is None:
                 leaf.grad = torch.zeros_like(leaf)
@@ -66,12 +67,12 @@ class ShardedLeaves:
                 _require_gradient(leaf) for name, leaf in self.named.items() if self._axes[name] == axes
             ]
             for bucket in _group_into_buckets(gradients):
-                self._sum(bucket, axes)
+                self._sum_gradients(bucket, axes)
         self._sum_tied()
         squares = [
             torch.linalg.vector_norm(_require_gradient(leaf), dtype=torch.float64).square()
             for name, leaf in self.named.items()
-            if self._counts(name)
+            if self._is_counted(name)
         ]
         device = self._mesh.device
         total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
@@ -79,32 +80,36 @@ class ShardedLeaves:
 
     def whole(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Complete tensors by name, on the first rank and its CPU; empty on the others. They are sent one at
-        a time, each part by one rank. ``own`` has all leaves of this rank, or none of them on any rank;
-        scalars are alike everywhere, and not sent."""
-        complete: dict[str, Tensor] = {}
+        a time, each part by one rank. ``own`` has all leaves of this rank, or no leaves on any rank, which
+        gives no tensors. Scalars have the same value everywhere, and are not sent."""
+        whole_by_name: dict[str, Tensor] = {}
         if not own:
-            return complete
-        example = next(iter(own.values()))
-        if not example.ndim:
-            return {name: example.cpu().clone() for name in self.shapes} if self._mesh.rank == 0 else complete
+            return whole_by_name
+        sample = next(iter(own.values()))
+        if not sample.ndim:
+            return (
+                {name: sample.cpu().clone() for name in self.shapes}
+                if self._mesh.rank == 0
+                else whole_by_name
+            )
         for name, shape in self.shapes.items():
             local_tensor = own.get(name)
             if local_tensor is not None and self._is_in_pieces(self.named[name]):
                 assert self._pieces is not None
                 local_tensor = self._pieces.join(self.named[name], local_tensor)
-            whole = torch.empty(shape, dtype=example.dtype) if self._mesh.rank == 0 else None
+            whole_tensor = torch.empty(shape, dtype=sample.dtype) if self._mesh.rank == 0 else None
             for part in owned_parts(self._config, self._shares, name, shape):
-                self._transfer_part(part, local_tensor, whole, example.dtype)
-            if whole is not None:
-                complete[name] = whole
-        return complete
+                self._transfer_part(part, local_tensor, whole_tensor, sample.dtype)
+            if whole_tensor is not None:
+                whole_by_name[name] = whole_tensor
+        return whole_by_name
 
     def own(self, name: str, whole: Tensor) -> Tensor:
         """This rank's part of a complete tensor that belongs to the leaf ``name``; a scalar is its own."""
         if not whole.ndim:
             return whole
-        share = next(share for share in self._shares[self._mesh.rank] if keeps(self._config, share, name))
-        part = cut(whole, find_spans(self._config, share, name, whole.shape))
+        share = next(share for share in self._shares[self._mesh.rank] if has_part(self._config, share, name))
+        part = copy_part(whole, find_spans(self._config, share, name, whole.shape))
         leaf = self.named[name]
         if not self._is_in_pieces(leaf):
             return part
@@ -114,17 +119,17 @@ class ShardedLeaves:
     def _is_in_pieces(self, leaf: Tensor) -> bool:
         return self._pieces is not None and self._pieces.shape(leaf) is not None
 
-    def _sum(self, gradients: Sequence[Tensor], axes: Sequence[str]) -> None:
+    def _sum_gradients(self, gradients: Sequence[Tensor], axes: Sequence[str]) -> None:
         """Sum ``gradients`` in place over ``axes``, flattened into one tensor."""
         if all(self._mesh.size(axis) == 1 for axis in axes):
             return
-        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        flat_gradients = torch.cat([gradient.flatten() for gradient in gradients])
         for axis in axes:
-            self._links.sum_(flat, axis)
-        for gradient, summed in zip(
-            gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True
+            self._links.sum_(flat_gradients, axis)
+        for gradient, gradient_sum in zip(
+            gradients, flat_gradients.split([gradient.numel() for gradient in gradients]), strict=True
         ):
-            gradient.copy_(summed.view_as(gradient))
+            gradient.copy_(gradient_sum.view_as(gradient))
 
     def _sum_tied(self) -> None:
         """Sum the gradients of an embedding that is the head too: the last stage sends its own to the first
@@ -141,7 +146,7 @@ class ShardedLeaves:
             self._links.send(gradient, "p", 0).wait()
             gradient.copy_(self._links.receive(shape, dtype, "p", 0).wait())
 
-    def _counts(self, name: str) -> bool:
+    def _is_counted(self, name: str) -> bool:
         """Whether the elements of a leaf count in the norm at this rank."""
         if name == "embed" and self._mesh.coords.pipeline > 0:
             return False  # it is the head, and tied to that of the first stage
@@ -156,10 +161,10 @@ class ShardedLeaves:
             if whole is None:
                 self._links.send(local_tensor, "all", 0).wait()
             else:
-                put(whole, part.spans, local_tensor.cpu())
+                write_part(whole, part.spans, local_tensor.cpu())
         elif whole is not None:
             shape = [size_of([spans]) for spans in part.spans]
-            put(whole, part.spans, self._links.receive(shape, dtype, "all", part.rank).wait().cpu())
+            write_part(whole, part.spans, self._links.receive(shape, dtype, "all", part.rank).wait().cpu())
 
 
 def _require_gradient(leaf: Tensor) -> Tensor:
@@ -169,14 +174,14 @@ def _require_gradient(leaf: Tensor) -> Tensor:
 
 
 def _group_into_buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Runs of tensors of about BUCKET_BYTES together, at least one in each."""
+    """Yield runs of tensors of at most BUCKET_BYTES together; a larger tensor is alone in its run."""
     bucket: list[Tensor] = []
-    size = 0
+    bucket_bytes = 0
     for gradient in gradients:
-        if bucket and size + gradient.nbytes > BUCKET_BYTES:
+        if bucket and bucket_bytes + gradient.nbytes > BUCKET_BYTES:
             yield bucket
-            bucket, size = [], 0
+            bucket, bucket_bytes = [], 0
         bucket.append(gradient)
-        size += gradient.nbytes
+        bucket_bytes += gradient.nbytes
     if bucket:
         yield bucket

@@ -1,6 +1,6 @@
 """Imbalance of the use of experts, and its cost where each rank keeps some of them. numpy only.
 
-    routes [T, L, K] --expert_loads--> loads [L, E] --rank_loads(owner)--> [L, R] --stragglers--> [L]
+    routes [T, L, K] --expert_loads--> loads [L, E] --rank_loads(owner)--> [L, R] --compute_stragglers--> [L]
 
 All ranks wait in every layer for the one that got most rows, so a layer takes its straggler factor, the
 largest load of a rank over the mean, times what it would take if rows were spread evenly.
@@ -33,9 +33,9 @@ def expert_loads(routes: np.ndarray, num_experts: int) -> np.ndarray:
             f"routes have ids from {ids[is_known].min()} to {ids[is_known].max()}; "
             f"experts are 0 to {num_experts - 1}"
         )
-    layers = ids.shape[1]
-    ids += num_experts * np.arange(layers)[:, None]
-    return np.bincount(ids[is_known], minlength=layers * num_experts).reshape(layers, num_experts)
+    num_layers = ids.shape[1]
+    ids += num_experts * np.arange(num_layers)[:, None]
+    return np.bincount(ids[is_known], minlength=num_layers * num_experts).reshape(num_layers, num_experts)
 
 
 def rank_loads(loads: np.ndarray, owner: np.ndarray, ranks: int) -> np.ndarray:
@@ -46,16 +46,16 @@ def rank_loads(loads: np.ndarray, owner: np.ndarray, ranks: int) -> np.ndarray:
     return totals.reshape(layers, ranks)
 
 
-def stragglers(loads: np.ndarray) -> np.ndarray:
-    """Straggler factor [...] of loads [..., R], max over mean; 1 where there is no load, since nothing
-    waits."""
+def compute_stragglers(loads: np.ndarray) -> np.ndarray:
+    """Straggler factor [...] of loads [..., R]: the largest load over the mean; 1 without any load, since no
+    rank waits."""
     mean = loads.mean(axis=-1)
     return np.where(mean > 0, loads.max(axis=-1) / np.where(mean > 0, mean, 1), 1.0)
 
 
-def nominal_ranks(num_experts: int, most: int = NOMINAL_RANKS) -> int:
-    """The largest number of ranks up to ``most`` that can keep equally many experts each."""
-    return max(ranks for ranks in range(1, most + 1) if num_experts % ranks == 0)
+def nominal_ranks(num_experts: int, max_ranks: int = NOMINAL_RANKS) -> int:
+    """The largest number of ranks up to ``max_ranks`` that can keep equally many experts each."""
+    return max(ranks for ranks in range(1, max_ranks + 1) if num_experts % ranks == 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,16 +78,16 @@ class Imbalance:
         }
 
 
-def imbalance(loads: np.ndarray, owner: np.ndarray, ranks: int) -> Imbalance:
+def measure_imbalance(loads: np.ndarray, owner: np.ndarray, ranks: int) -> Imbalance:
     """Imbalance of loads [L, E] where ``owner`` [L, E] says which of the ``ranks`` keeps an expert."""
-    by_rank = rank_loads(loads, owner, ranks)
-    factors = stragglers(by_rank)
-    mean = by_rank.mean(axis=-1).sum()
+    loads_by_rank = rank_loads(loads, owner, ranks)
+    factors = compute_stragglers(loads_by_rank)
+    mean_load = loads_by_rank.mean(axis=-1).sum()
     return Imbalance(
         ranks=ranks,
-        straggler=float(by_rank.max(axis=-1).sum() / mean) if mean > 0 else 1.0,
+        straggler=float(loads_by_rank.max(axis=-1).sum() / mean_load) if mean_load > 0 else 1.0,
         worst_straggler=float(factors.max()),
-        capacity=float(stragglers(loads).max()),
+        capacity=float(compute_stragglers(loads).max()),
     )
 
 
@@ -107,7 +107,7 @@ def expected_straggler(num_experts: int, ranks: int) -> Straggler:
         return Straggler(mean=1.0, high=1.0)
     rng = np.random.default_rng(0)
     popularity = np.exp(SIGMA * rng.standard_normal((DRAWS, num_experts)))
-    factors = stragglers(popularity.reshape(DRAWS, ranks, -1).sum(axis=-1))
+    factors = compute_stragglers(popularity.reshape(DRAWS, ranks, -1).sum(axis=-1))
     return Straggler(mean=float(factors.mean()), high=float(np.quantile(factors, 0.95)))
 
 

@@ -5,7 +5,7 @@ trainer keeps (``parallel.activations``) and how many microbatches of a stage ar
 (``parallel.schedule``). The old log-probabilities run the training forward with gradients on
 (``train/trainer.py``), so they keep as much for one microbatch.
 
-A term that an estimate makes says so: "working set" (what lives only while one layer or the head runs),
+These terms are estimates: "working set" (tensors that exist only while one layer or the head runs),
 "dispatch", "pipeline buffers", "gathered weights", "fragmentation".
 """
 
@@ -16,7 +16,16 @@ from enum import StrEnum
 
 from ostinato.model.config import ModelConfig
 from ostinato.model.shapes import AdapterSpec
-from ostinato.parallel.activations import CHUNK, FP32, Rows, boundary, ends, once, saved_bytes, slots_of
+from ostinato.parallel.activations import (
+    CHUNK,
+    FP32,
+    Rows,
+    count_boundary,
+    count_ends,
+    count_rotary,
+    saved_bytes,
+    slots_of,
+)
 from ostinato.parallel.elements import (
     Elements,
     chunk_layers,
@@ -29,11 +38,11 @@ from ostinato.parallel.elements import (
 )
 from ostinato.parallel.layout import Layout
 from ostinato.parallel.load import distinct_ranks, expected_straggler
-from ostinato.parallel.schedule import Schedule, in_flight
+from ostinato.parallel.schedule import Schedule, count_in_flight
 
 FRAGMENTATION = 0.06  # of what is allocated and freed every step: 5 to 8 %
-DYNAMIC = ("activations", "working set", "dispatch", "pipeline buffers", "prefill", "adapter copies")
-DYNAMIC += ("gathered weights",)
+DYNAMIC_TERMS = ("activations", "working set", "dispatch", "pipeline buffers", "prefill", "adapter copies")
+DYNAMIC_TERMS += ("gathered weights",)
 
 
 class DType(StrEnum):
@@ -92,24 +101,25 @@ class Training:
     layout: Layout = field(default_factory=Layout)
     microbatch: int = 0  # rows of one microbatch of one data rank, over its context and tensor ranks
     recompute: bool = False
-    trained: float = 1.0  # of the rows: those that go through the head
+    trained: float = 1.0  # share of the rows that go through the head
     microbatches: int = 1  # of one data rank in one optimizer step
 
     def state(self, stage: int = 0) -> dict[str, float]:
-        """Bytes of weights, gradients and optimizer of a rank of ``stage``, by term."""
+        """Bytes of weights, gradients and optimizer of a rank of ``stage``, by term, without those that are
+        0."""
         precision, shard = self.precision, self.layout.shard
         elements = stage_elements(self.config, self.adapter, self.layout, stage)
-        trained: float = elements.adapters
+        num_trained: float = elements.adapters
         if self.adapter is None:
-            trained = elements.trainable - (elements.matrices + elements.routers) * (1 - 1 / shard)
-        master = trained * precision.master.num_bytes
+            num_trained = elements.trainable - (elements.matrices + elements.routers) * (1 - 1 / shard)
+        master_bytes = num_trained * precision.master.num_bytes
         if self.adapter is None and precision.base == precision.master:
-            master = 0.0  # the weights themselves
+            master_bytes = 0.0  # the weights themselves
         terms = {
             "base weights": weight_bytes(elements, precision.base, shard),
-            "adapters" if self.adapter else "master": master,
-            "gradients": trained * precision.gradient.num_bytes,
-            "optimizer": 2 * trained * precision.moments.num_bytes,
+            "adapters" if self.adapter else "master": master_bytes,
+            "gradients": num_trained * precision.gradient.num_bytes,
+            "optimizer": 2 * num_trained * precision.moments.num_bytes,
         }
         return {name: size for name, size in terms.items() if size}
 
@@ -139,9 +149,9 @@ class Training:
         """(stage, bytes by term) of the rank that keeps most while it trains or, without ``backward``, scores
         old log-probabilities, among ``stages``."""
         layer_bytes = {moe: self._count_layer_bytes(moe) for moe in (False, True)}
-        terms = {stage: self._terms(stage, layer_bytes, backward) for stage in self.stages()}
+        terms = {stage: self._count_terms(stage, layer_bytes, backward) for stage in self.stages()}
         stage = max(terms, key=lambda candidate: sum(terms[candidate].values()))
-        return stage, terms[stage] | {"fragmentation": fragmentation(terms[stage])}
+        return stage, terms[stage] | {"fragmentation": estimate_fragmentation(terms[stage])}
 
     def stages(self) -> tuple[int, ...]:
         """Stages that may be fullest: all up to 8, of more the first five (embedding, dense layers, most in
@@ -157,30 +167,38 @@ class Training:
         slots, local_config = slots_of(self.config, self.adapter, layer), local(self.config, self.layout)
         return saved_bytes(local_config, slots, self.rows(), self.precision.compute.num_bytes, moe=moe)
 
-    def _terms(self, stage: int, layer_bytes: dict[bool, float], backward: bool) -> dict[str, float]:
+    def _count_terms(self, stage: int, layer_bytes: dict[bool, float], backward: bool) -> dict[str, float]:
         """Bytes of a rank of ``stage`` by term, without fragmentation."""
         config, layout, rows = self.config, self.layout, self.rows()
         width, hidden = self.precision.compute.num_bytes, config.hidden_size
         chunks = chunk_layers(config, layout, stage)
-        kind = Schedule.training(layout.virtual) if backward else Schedule.FORWARD
-        num_in_flight = in_flight(
-            kind, rank=stage, ranks=layout.pipeline, virtual=layout.virtual, parts=self.microbatches
+        schedule = Schedule.training(layout.virtual) if backward else Schedule.FORWARD
+        num_in_flight = count_in_flight(
+            schedule, rank=stage, ranks=layout.pipeline, virtual=layout.virtual, parts=self.microbatches
         )
-        residual_bytes, first, last = boundary(config, rows, width), stage == 0, stage == layout.pipeline - 1
-        layers = max(
+        residual_bytes, is_first, is_last = (
+            count_boundary(config, rows, width),
+            stage == 0,
+            stage == layout.pipeline - 1,
+        )
+        layers_bytes = max(
             sum(residual_bytes if self.recompute else layer_bytes[is_moe(config, layer)] for layer in chunk)
             for chunk in chunks
         )
-        end_bytes = ends(config, rows, width, first=first, last=last, full=self.adapter is None)
+        end_bytes = count_ends(
+            config, rows, width, is_first=is_first, is_last=is_last, is_full=self.adapter is None
+        )
         terms = self.state(stage)
-        terms["activations"] = num_in_flight * (layers + once(config, rows, width) + max(end_bytes, 0.0))
+        terms["activations"] = num_in_flight * (
+            layers_bytes + count_rotary(config, rows, width) + max(end_bytes, 0.0)
+        )
         if self.adapter is not None:
             copies = stage_elements(config, self.adapter, layout, stage).copies
             terms["adapter copies"] = num_in_flight * copies / len(chunks) * width
         terms["working set"] = self._estimate_working_set(stage, layer_bytes, backward)
-        if layout.shard > 1:  # one layer at a time, and once more while it is put together
+        if layout.shard > 1:  # one layer at a time, twice: its gathered pieces, and the matrices made of them
             elements_by_kind = (
-                layer_elements(config, self.adapter, layout, moe=moe) for moe in self._kinds(stage)
+                layer_elements(config, self.adapter, layout, moe=moe) for moe in self._list_kinds(stage)
             )
             terms["gathered weights"] = (
                 2 * max(elements.matrices + elements.routers for elements in elements_by_kind) * width
@@ -189,47 +207,55 @@ class Training:
             sent_rows = rows.received / expected_straggler(config.moe.num_experts, layout.expert).high
             terms["dispatch"] = 2 * (sent_rows + rows.received) * hidden * width
         if layout.pipeline > 1:
-            tensors = 5 if layout.virtual == 1 else 8  # received and not used yet, sent and not confirmed
-            terms["pipeline buffers"] = tensors * rows.own * hidden * width
+            # residual streams that were received and not used, and those that were sent and not confirmed
+            num_tensors = 5 if layout.virtual == 1 else 8
+            terms["pipeline buffers"] = num_tensors * rows.own * hidden * width
         return terms
 
-    def _kinds(self, stage: int) -> list[bool]:
+    def _list_kinds(self, stage: int) -> list[bool]:
         """The kinds of layers on a stage: whether each is a mixture."""
         return [moe for moe, count in layers_by_kind(self.config, self.layout, stage).items() if count]
 
     def _estimate_working_set(self, stage: int, layer_bytes: dict[bool, float], backward: bool) -> float:
         """Bytes of the larger of the head's logits with slopes, and of a layer's backward beside slopes."""
         rows, width = self.rows(), self.precision.compute.num_bytes
-        last = stage == self.layout.pipeline - 1
-        hidden = rows.loss * self.config.hidden_size * last
+        is_last = stage == self.layout.pipeline - 1
+        num_hidden = rows.loss * self.config.hidden_size * is_last
         vocabulary = self.config.vocab_size / self.layout.tensor
-        logits = (2 if self.adapter is not None else 5) * CHUNK * vocabulary * FP32 * last
+        logits_bytes = (2 if self.adapter is not None else 5) * CHUNK * vocabulary * FP32 * is_last
         if not backward:
-            return logits
-        layer = max(
+            return logits_bytes
+        layer_backward_bytes = max(
             self._estimate_backward(rows, moe) + (layer_bytes[moe] if self.recompute else 0.0)
-            for moe in self._kinds(stage)
+            for moe in self._list_kinds(stage)
         )
-        return max(logits + 2 * hidden * FP32, hidden * FP32 + layer) + hidden * width
+        return (
+            max(logits_bytes + 2 * num_hidden * FP32, num_hidden * FP32 + layer_backward_bytes)
+            + num_hidden * width
+        )
 
     def _estimate_backward(self, rows: Rows, moe: bool) -> float:
         """Bytes that the backward of one layer allocates and frees: gradients of its largest tensors."""
-        c, b = local(self.config, self.layout), self.precision.compute.num_bytes
-        attention_width = c.num_heads * (c.head_dim + c.v_head_dim) + c.num_kv_heads * (
-            c.head_dim + c.v_head_dim
+        config, value_bytes = local(self.config, self.layout), self.precision.compute.num_bytes
+        attention_width = config.num_heads * (config.head_dim + config.v_head_dim) + config.num_kv_heads * (
+            config.head_dim + config.v_head_dim
         )
-        attention_bytes = rows.slice * (attention_width * (FP32 + b) + c.hidden_size * b)
-        expert_elements, width = 0.0, c.intermediate_size
-        if moe and c.moe is not None:
-            expert_elements = rows.copies * (2 * c.hidden_size + 3 * c.moe.intermediate_size)
+        attention_bytes = rows.slice * (
+            attention_width * (FP32 + value_bytes) + config.hidden_size * value_bytes
+        )
+        expert_elements, width = 0.0, config.intermediate_size
+        if moe and config.moe is not None:
+            expert_elements = rows.copies * (2 * config.hidden_size + 3 * config.moe.intermediate_size)
             expert_elements, width = (
-                expert_elements + rows.received * c.hidden_size,
-                c.moe.shared_intermediate_size,
+                expert_elements + rows.received * config.hidden_size,
+                config.moe.shared_intermediate_size,
             )
-        mlp_elements = expert_elements + rows.slice * (3 * width + c.hidden_size)
-        return max(attention_bytes, mlp_elements * b) + 2 * rows.own * c.hidden_size * b
+        mlp_elements = expert_elements + rows.slice * (3 * width + config.hidden_size)
+        return (
+            max(attention_bytes, mlp_elements * value_bytes) + 2 * rows.own * config.hidden_size * value_bytes
+        )
 
 
-def fragmentation(terms: dict[str, float]) -> float:
+def estimate_fragmentation(terms: dict[str, float]) -> float:
     """Estimated bytes lost between blocks."""
-    return FRAGMENTATION * sum(size for name, size in terms.items() if name in DYNAMIC)
+    return FRAGMENTATION * sum(size for name, size in terms.items() if name in DYNAMIC_TERMS)

@@ -15,8 +15,9 @@ from ostinato.model.shapes import AdapterSpec, adapter_shapes
 from ostinato.model.share import Share, Spans, blocks, find_spans, local_config
 
 
-def cut(whole: Tensor, spans: Sequence[Spans]) -> Tensor:
-    """A copy of the part of ``whole`` at ``spans``, one entry for each dimension, in their order."""
+def copy_part(whole: Tensor, spans: Sequence[Spans]) -> Tensor:
+    """A copy of the part of ``whole`` at ``spans``, which has an entry for each dimension; the spans of one
+    dimension are joined in their order."""
     for dim, spans_of_dim in enumerate(spans):
         if spans_of_dim != (range(whole.shape[dim]),):
             parts = [whole.narrow(dim, span.start, len(span)) for span in spans_of_dim]
@@ -24,8 +25,8 @@ def cut(whole: Tensor, spans: Sequence[Spans]) -> Tensor:
     return whole.clone(memory_format=torch.contiguous_format)
 
 
-def put(whole: Tensor, spans: Sequence[Spans], part: Tensor) -> None:
-    """Write ``part`` into its place in ``whole``: the inverse of ``cut``."""
+def write_part(whole: Tensor, spans: Sequence[Spans], part: Tensor) -> None:
+    """Write ``part`` into its place in ``whole``: the inverse of ``copy_part``."""
     for whole_index, part_index in blocks(spans):
         whole[whole_index].copy_(part[part_index])
 
@@ -47,11 +48,11 @@ def own_adapters(
     tensors = {}
     for name, shapes in adapter_shapes(config, spec).items():
         if int(name.split(".")[1]) in layers:
-            a, b = (
-                cut(whole[f"{name}.{part}"], find_spans(config, share, f"{name}.{part}", shape))
+            a_factor, b_factor = (
+                copy_part(whole[f"{name}.{part}"], find_spans(config, share, f"{name}.{part}", shape))
                 for part, shape in zip("AB", shapes, strict=True)
             )
-            tensors[name] = (a.requires_grad_(), b.requires_grad_())
+            tensors[name] = (a_factor.requires_grad_(), b_factor.requires_grad_())
     return Adapters(spec, tensors, local_config(config, share))
 
 
@@ -63,12 +64,12 @@ def fresh_adapters(
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, (a_shape, b_shape) in adapter_shapes(config, spec).items():
-        a = (torch.rand(a_shape, generator=generator) * 2 - 1) / math.sqrt(a_shape[-1])
+        a_factor = (torch.rand(a_shape, generator=generator) * 2 - 1) / math.sqrt(a_shape[-1])
         if int(name.split(".")[1]) in layers:
             b_spans = find_spans(config, share, f"{name}.B", b_shape)
-            b = torch.zeros([sum(len(span) for span in spans) for spans in b_spans])
-            a = cut(a, find_spans(config, share, f"{name}.A", a_shape))
-            tensors[name] = (a.requires_grad_(), b.requires_grad_())
+            b_factor = torch.zeros([sum(len(span) for span in spans) for spans in b_spans])
+            a_factor = copy_part(a_factor, find_spans(config, share, f"{name}.A", a_shape))
+            tensors[name] = (a_factor.requires_grad_(), b_factor.requires_grad_())
     return Adapters(spec, tensors, local_config(config, share))
 
 
@@ -78,10 +79,12 @@ def own_decoders(whole: Decoder, shares: Sequence[Share]) -> list[Decoder]:
     weights = dict(whole.named_parameters())
     decoders = []
     for share in shares:
-        part = Decoder(
+        decoder = Decoder(
             whole.config, dtype=whole.dtype, device=whole.device, fp32_head=whole.fp32_head, share=share
         )
-        for name, parameter in part.named_parameters():
-            parameter.copy_(cut(weights[name], find_spans(whole.config, share, name, weights[name].shape)))
-        decoders.append(part)
+        for name, parameter in decoder.named_parameters():
+            parameter.copy_(
+                copy_part(weights[name], find_spans(whole.config, share, name, weights[name].shape))
+            )
+        decoders.append(decoder)
     return decoders

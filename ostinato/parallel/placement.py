@@ -21,13 +21,13 @@ from ostinato.parallel.shares import Placement
 from ostinato.run import atomic_write, to_json
 
 
-def contiguous(layers: int, experts: int, ranks: int) -> np.ndarray:
+def place_contiguously(layers: int, experts: int, ranks: int) -> np.ndarray:
     """Owner [L, E] with the first E / R experts on rank 0, and so on. Raises ValueError where R does not
     divide E."""
     return np.tile(np.repeat(np.arange(ranks), _divide_experts(experts, ranks)), (layers, 1))
 
 
-def place(loads: np.ndarray, ranks: int, *, nodes: int = 1) -> np.ndarray:
+def place_by_load(loads: np.ndarray, ranks: int, *, nodes: int = 1) -> np.ndarray:
     """Owner [L, E] that spreads loads [L, E] over the ranks as evenly as the search finds.
 
     The ranks are grouped into ``nodes`` groups of equal size; loads are spread over nodes first, since links
@@ -58,49 +58,55 @@ def _place_layer(loads: np.ndarray, ranks: int, nodes: int, experts_per_rank: in
 
 def _assign_greedily(loads: np.ndarray, ranks: int, experts_per_rank: int) -> np.ndarray:
     """Longest processing time first, with room for ``experts_per_rank`` experts on a rank."""
-    owner, room = np.empty(len(loads), np.int64), [experts_per_rank] * ranks
-    lightest = [(0.0, rank) for rank in range(ranks)]
+    owner, free_slots = np.empty(len(loads), np.int64), [experts_per_rank] * ranks
+    rank_heap = [(0.0, rank) for rank in range(ranks)]
     for expert in np.argsort(-loads, kind="stable").tolist():
-        load, rank = heapq.heappop(lightest)
+        load, rank = heapq.heappop(rank_heap)
         owner[expert] = rank
-        room[rank] -= 1
-        if room[rank]:  # a rank without room is left out
-            heapq.heappush(lightest, (load + float(loads[expert]), rank))
+        free_slots[rank] -= 1
+        if free_slots[rank]:  # a rank without room is left out
+            heapq.heappush(rank_heap, (load + float(loads[expert]), rank))
     return owner
 
 
 def _apply_swaps(loads: np.ndarray, owner: np.ndarray, ranks: int) -> np.ndarray:
-    """A copy of ``owner`` after all ``swaps``."""
+    """A copy of ``owner`` after all swaps of ``find_swaps``."""
     owner = owner.copy()
-    for first, second in swaps(loads, owner, ranks):
-        owner[first], owner[second] = owner[second], owner[first]
+    for outgoing, incoming in find_swaps(loads, owner, ranks):
+        owner[outgoing], owner[incoming] = owner[incoming], owner[outgoing]
     return owner
 
 
-def swaps(loads: np.ndarray, owner: np.ndarray, ranks: int) -> Iterator[tuple[int, int]]:
-    """Pairs of experts that change places, one after another, in a layer of loads [E] and owner [E].
+def find_swaps(loads: np.ndarray, owner: np.ndarray, ranks: int) -> Iterator[tuple[int, int]]:
+    """Yield pairs of experts that change places, one after another, in a layer of loads [E] and owner [E].
 
-    Each takes load from the rank that then has most, as much as leaves the larger of the two ranks smallest.
-    It ends: the loads of ranks, in descending order, get lexicographically smaller with every swap.
+    A swap is between the rank that has the largest load at that time and another; it is the one after which
+    the larger load of the two ranks is smallest. The search ends, since the loads of ranks, in descending
+    order, get lexicographically smaller with every swap.
     """
     loads, owner = loads.astype(np.float64), owner.copy()
     totals = np.bincount(owner, weights=loads, minlength=ranks)
     tolerance = 1e-9 * totals.max(initial=0)  # rounding is no improvement
     while True:
-        heaviest = int(totals.argmax())
-        local_experts, remote_experts = np.flatnonzero(owner == heaviest), np.flatnonzero(owner != heaviest)
+        heaviest_rank = int(totals.argmax())
+        local_experts, remote_experts = (
+            np.flatnonzero(owner == heaviest_rank),
+            np.flatnonzero(owner != heaviest_rank),
+        )
         if not len(remote_experts):
             return
-        moved = loads[local_experts, None] - loads[remote_experts]
-        larger_total = np.maximum(totals[heaviest] - moved, totals[owner[remote_experts]] + moved)
-        best = np.unravel_index(larger_total.argmin(), larger_total.shape)
-        if larger_total[best] >= totals[heaviest] - tolerance:
+        moved_load = loads[local_experts, None] - loads[remote_experts]
+        larger_total = np.maximum(
+            totals[heaviest_rank] - moved_load, totals[owner[remote_experts]] + moved_load
+        )
+        best_pair = np.unravel_index(larger_total.argmin(), larger_total.shape)
+        if larger_total[best_pair] >= totals[heaviest_rank] - tolerance:
             return
-        outgoing, incoming = int(local_experts[best[0]]), int(remote_experts[best[1]])
+        outgoing, incoming = int(local_experts[best_pair[0]]), int(remote_experts[best_pair[1]])
         partner = int(owner[incoming])
-        totals[heaviest] -= moved[best]
-        totals[partner] += moved[best]
-        owner[outgoing], owner[incoming] = partner, heaviest
+        totals[heaviest_rank] -= moved_load[best_pair]
+        totals[partner] += moved_load[best_pair]
+        owner[outgoing], owner[incoming] = partner, heaviest_rank
         yield outgoing, incoming
 
 
@@ -120,11 +126,11 @@ def owner_of(placement: Sequence[Sequence[Sequence[int]]]) -> np.ndarray:
     return owner
 
 
-def slots(owner: np.ndarray) -> np.ndarray:
-    """Place [L, E] int64 of every expert in the list of all experts, ordered by rank and then by index."""
-    order = np.argsort(owner, axis=1, kind="stable")
-    places = np.empty_like(order)
-    np.put_along_axis(places, order, np.arange(owner.shape[1])[None], axis=1)
+def number_slots(owner: np.ndarray) -> np.ndarray:
+    """Position [L, E] int64 of every expert in the list of all experts, ordered by rank and then by index."""
+    experts_by_rank = np.argsort(owner, axis=1, kind="stable")
+    places = np.empty_like(experts_by_rank)
+    np.put_along_axis(places, experts_by_rank, np.arange(owner.shape[1])[None], axis=1)
     return places
 
 
@@ -141,18 +147,19 @@ def write_placement(path: Path, placement: Placement) -> None:
 
 
 def read_placement(path: Path, ranks: int) -> Placement:
-    """The placement that ``write_placement`` wrote. Raises ValueError for other files, or for other ranks."""
+    """The placement that ``write_placement`` wrote. Raises ValueError for a missing or other file, and for
+    another number of ranks."""
     try:
         content = parse_json(path.expanduser().read_text())
-        written, experts = int(content["ranks"]), content["experts"]
+        num_written_ranks, experts = int(content["ranks"]), content["experts"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"parallel.placement is {str(path)!r}, which is no placement ({error}); "
             "make one with ostinato place"
         ) from None
-    if written != ranks:
+    if num_written_ranks != ranks:
         raise ValueError(
-            f"parallel.placement is {str(path)!r}, for {written} expert ranks, and the layout has {ranks}; "
-            f"make one with ostinato place --ranks {ranks}"
+            f"parallel.placement is {str(path)!r}, for {num_written_ranks} expert ranks, and the layout has "
+            f"{ranks}; make one with ostinato place --ranks {ranks}"
         )
     return tuple(tuple(tuple(ids) for ids in layer) for layer in experts)

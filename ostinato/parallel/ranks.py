@@ -3,10 +3,10 @@
     loop -> ShardedTrainer.step(batch) -> store: call/7;  broadcast: "step", batch -> the local step
     others: wait for call/8 in the store -> the local step, with what was broadcast
 
-Between two calls no rank is in a collective, so that hours between two steps run into no timeout; within a
-call every collective has one. A rank that dies or hangs ends the collectives of the others, and so the run,
-with an error that names it (WorkerLost); a resumed run computes the same bits. The store and the group trust
-whoever reaches them: torch authenticates nobody there (docs/security.md).
+Between two calls no rank is in a collective, so hours between two steps cause no timeout; within a call every
+collective has a timeout. If a rank dies or hangs, the collectives of the others fail, and the run ends with
+an error that names it (WorkerLost); a resumed run computes the same bits. The store and the group accept
+everyone who reaches them: torch does not authenticate (docs/security.md).
 """
 
 from __future__ import annotations
@@ -27,13 +27,15 @@ from ostinato.parallel.launch import CLOSE_S, LOOPBACK, Place
 from ostinato.types import Batch, StepReport
 from ostinato.workers.remote import WorkerKind, WorkerLost, seal, unseal
 
-MEET_S = 1800.0  # for all to be there, and to have loaded their part: a large model, cold
+MEET_S = 1800.0  # limit for all ranks to come, and to load their parts of a large model from a cold disk
 DAY = timedelta(days=1)
 LOOK_S = 0.05
-GRACE_S = 2.0  # for a process that has broken a connection to have ended
+GRACE_S = 2.0  # limit for a process that has broken a connection to end
 STOP = "stop"  # the last call
 Ready = Callable[[], None]
-Ended = Callable[[], Mapping[int, str]]  # ranks that this process has started and that have ended, and how
+Ended = Callable[
+    [], Mapping[int, str]
+]  # finds the ranks that this process started and that have ended, and how
 
 
 class Local(Protocol):
@@ -62,26 +64,26 @@ class Local(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """Settings that rank 0 sends to all ranks at first. ``recipe``: as TOML."""
+    """Settings that rank 0 sends to all ranks before they meet. ``recipe``: as TOML."""
 
     backend: str  # of torch.distributed
     timeout_s: float  # of a collective
     recipe: str
 
 
-def rank_lost(sentence: str) -> WorkerLost:
+def make_rank_lost(sentence: str) -> WorkerLost:
     """The error for a rank that died, hung, or could not be reached."""
     return WorkerLost(WorkerKind.RANK, sentence, final=True)
 
 
-def last_line(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Type and message of an exception, on one line."""
     words = " ".join(str(error).split())
     return f"{type(error).__name__}: {words}" if words else type(error).__name__
 
 
-def of_connection(error: BaseException) -> bool:
-    """Whether ``error`` is that of a collective, which failed because of another rank, not of this one."""
+def is_connection_error(error: BaseException) -> bool:
+    """Whether ``error`` is the error of a collective, which another rank has caused."""
     if isinstance(error, dist.DistError):
         return True
     return isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo", "NCCL", "c10d"))
@@ -117,9 +119,9 @@ def meet(place: Place, within_s: float = MEET_S) -> TCPStore:
             place.address, place.port, is_master=is_keeper, timeout=timeout, wait_for_workers=False
         )
     except (dist.DistError, RuntimeError, OSError) as error:
-        raise rank_lost(
+        raise make_rank_lost(
             f"rank {place.rank} did not reach rank 0 at {place.address}:{place.port} within {within_s:g} s: "
-            f"{last_line(error)}"
+            f"{describe_error(error)}"
         ) from error
 
 
@@ -127,12 +129,13 @@ class Meeting:
     """A rank among the others, by the keys of this attempt in ``store``; ``join`` makes the group of all."""
 
     def __init__(self, place: Place, store: Store, ended: Ended = dict) -> None:
-        self.place, self._ended, self._calls = place, ended, 0
+        self.place, self._find_ended, self._calls = place, ended, 0
         self._store = PrefixStore(f"ostinato/{place.attempt}", store)
         self._group: Any = None
 
     def terms(self, terms: Terms | None = None) -> Terms:
-        """The terms of rank 0, which publishes ``terms``; other ranks wait for them."""
+        """The terms of rank 0. With ``terms``, on rank 0, publish them; without, wait for them, MEET_S at
+        most."""
         if terms is not None:
             self._store.set("terms", json.dumps(asdict(terms)))
             return terms
@@ -140,8 +143,9 @@ class Meeting:
         return Terms(**json.loads(self._store.get("terms")))
 
     def all_there(self, what: str, within_s: float, late: str) -> None:
-        """Wait until all ranks have come to ``what``. Raises WorkerLost naming those that have ended before,
-        or that are ``late``, not there after ``within_s``."""
+        """Say that this rank has come to ``what``, and wait until all have. On rank 0, raises WorkerLost
+        naming the ranks that have ended or have not come after ``within_s``; ``late`` describes the latter.
+        Other ranks wait twice as long, and then raise torch's error."""
         keys = [f"{what}/{rank}" for rank in range(self.place.world)]
         self._store.set(keys[self.place.rank], "")
         if self.place.rank:
@@ -150,16 +154,17 @@ class Meeting:
         deadline = time.monotonic() + within_s
         while not self._store.check(keys):
             time.sleep(LOOK_S)
-            if endings := self._ended():
-                raise rank_lost("; ".join(f"rank {rank} {how}" for rank, how in endings.items()))
+            if endings := self._find_ended():
+                raise make_rank_lost("; ".join(f"rank {rank} {how}" for rank, how in endings.items()))
             if time.monotonic() > deadline:
                 missing = [str(rank) for rank, key in enumerate(keys) if not self._store.check([key])]
                 missing_ranks = f"rank{'s' * (len(missing) > 1)} {', '.join(missing)} of {self.place.world}"
-                raise rank_lost(f"{missing_ranks} {late} {within_s:g} s")
+                raise make_rank_lost(f"{missing_ranks} {late} {within_s:g} s")
         self._store.set(f"{what}/all", "")
 
     def join(self, terms: Terms) -> None:
-        """Initialise torch.distributed, on all ranks at once."""
+        """Wait for all ranks, then initialise torch.distributed and make the group of the calls, on all ranks
+        at once. Raises as ``all_there`` does."""
         late = f"did not come to {self.place.address}:{self.place.port} within"
         self.all_there("here", terms.timeout_s, late)
         timeout, group = timedelta(seconds=terms.timeout_s), PrefixStore("group", self._store)
@@ -174,7 +179,8 @@ class Meeting:
     # ---- calls
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Make the other ranks call the method ``name`` of their ``Local``; the caller does the same next."""
+        """Make the other ranks call the method ``name`` of their ``Local``, and count the call. The caller
+        makes the same call next."""
         self._store.set(f"call/{self._calls}", "")
         self._calls += 1
         dist.broadcast_object_list([name, seal(arguments)], 0, group=self._group)
@@ -192,7 +198,8 @@ class Meeting:
         return call[0], unseal(call[1])
 
     def part(self) -> None:
-        """Leave after the last call. Rank 0 keeps the store until all have read the call, CLOSE_S at most."""
+        """Say goodbye after the last call. Rank 0 waits, CLOSE_S at most, until all others have: it keeps the
+        store from which they read that call."""
         if self.place.rank:
             self._store.set(f"bye/{self.place.rank}", "")
             return
@@ -201,44 +208,46 @@ class Meeting:
             self._store.wait(keys, timedelta(seconds=CLOSE_S))
 
     def name_loss(self, error: BaseException, doing: str) -> WorkerLost:
-        """The error for a collective of this rank that failed by ``error``: it names the ranks that ended, as
-        far as that is known here."""
+        """The error for a collective of this rank that failed by ``error``. It names the ranks that have
+        ended, if this process knows of any after GRACE_S at most."""
         deadline = time.monotonic() + GRACE_S
-        while not (endings := self._ended()) and time.monotonic() < deadline:
+        while not (endings := self._find_ended()) and time.monotonic() < deadline:
             time.sleep(LOOK_S)
         lost_ranks = "; ".join(f"rank {rank} {how}" for rank, how in endings.items()) or "a rank was lost"
-        return rank_lost(f"{lost_ranks}, as rank {self.place.rank} saw in {doing}: {last_line(error)}")
+        return make_rank_lost(
+            f"{lost_ranks}, as rank {self.place.rank} saw in {doing}: {describe_error(error)}"
+        )
 
 
 # ---- rank 0
 
 
 class ShardedTrainer:
-    """A ``train.PolicyTrainer`` over all ranks. After a call that raised it refuses further ones, since some
-    rank may have learned from what another has not; but not after one of ``answers``, which all ranks raise
-    alike."""
+    """A ``train.PolicyTrainer`` over all ranks. After a call has raised, further calls raise WorkerLost,
+    since only some ranks may have learned from the batch. The errors ``answers``, which all ranks raise
+    alike, have no such consequence."""
 
     def __init__(self, local: Local, meeting: Meeting, answers: tuple[type[Exception], ...]) -> None:
         self._local, self._meeting, self._answers = local, meeting, answers
-        self.failed = ""  # why, after a call that raised, and not as an answer
+        self.failed = ""  # the reason to refuse calls, after one that raised anything but an answer
 
     def step(self, batch: Batch) -> StepReport:
-        return self._together("step", batch)
+        return self._call_all("step", batch)
 
     def score(self, batch: Batch) -> Sequence[Any]:
-        return self._together("score", batch)
+        return self._call_all("score", batch)
 
     def adapters(self) -> Any:
-        return self._together("adapters")
+        return self._call_all("adapters")
 
     def tensors(self) -> Mapping[str, Any]:
-        return self._together("tensors")
+        return self._call_all("tensors")
 
     def restore(self, tensors: Mapping[str, Any], counters: Mapping[str, int]) -> None:
-        self._together("restore", dict(tensors), dict(counters))
+        self._call_all("restore", dict(tensors), dict(counters))
 
     def identity(self) -> dict[str, str]:
-        return self._together("identity")
+        return self._call_all("identity")
 
     def counters(self) -> Mapping[str, int]:
         return self._local.counters()
@@ -247,10 +256,12 @@ class ShardedTrainer:
     def progress(self) -> float:
         return self._local.progress
 
-    def _together(self, name: str, *arguments: Any) -> Any:
-        """Call the method ``name`` of all ranks; the result of this one. Raises WorkerLost."""
+    def _call_all(self, name: str, *arguments: Any) -> Any:
+        """Call the method ``name`` of all ranks; the result of this one. Raises what the method raises here,
+        and WorkerLost if another rank is lost or an earlier call has failed. All but ``answers`` end the
+        trainer."""
         if self.failed:
-            raise rank_lost(self.failed)
+            raise make_rank_lost(self.failed)
         task = f"step {self._local.counters()['steps'] + 1}" if name == "step" else name
         try:
             self._meeting.call(name, *arguments)
@@ -258,8 +269,8 @@ class ShardedTrainer:
         except self._answers:
             raise
         except BaseException as error:
-            if not of_connection(error):
-                self.failed = f"rank 0 ended {task} by {last_line(error)}"
+            if not is_connection_error(error):
+                self.failed = f"rank 0 ended {task} by {describe_error(error)}"
                 raise
             lost = self._meeting.name_loss(error, task)
             self.failed = str(lost)
@@ -267,7 +278,7 @@ class ShardedTrainer:
 
 
 @contextlib.contextmanager
-def leading(
+def lead(
     place: Place,
     store: Store,
     terms: Terms,
@@ -281,7 +292,7 @@ def leading(
     ``new_local`` is called on all ranks at once. It may make process groups once it has called its argument,
     which waits, for half an hour at most, until all ranks have loaded what they need. ``answers``: errors
     that a call raises on all ranks alike, after which they are in step as before; the same as in
-    ``following``.
+    ``follow_calls``.
 
     Raises WorkerLost where they do not come or are lost.
     """
@@ -291,7 +302,7 @@ def leading(
             meeting.join(meeting.terms(terms))
             trainer = ShardedTrainer(new_local(meeting.wait_until_built), meeting, answers)
         except Exception as error:
-            if not of_connection(error):
+            if not is_connection_error(error):
                 raise
             raise meeting.name_loss(error, "the meeting") from error
         yield trainer
@@ -306,11 +317,12 @@ def leading(
 # ---- the others
 
 
-def following(
+def follow_calls(
     place: Place, new_local: Callable[[str, Ready], Local], answers: tuple[type[Exception], ...] = ()
 ) -> None:
-    """Serve the calls of rank 0, on every other rank, until it has no more. ``new_local`` gets the recipe of
-    rank 0, and the function that waits for the others (``leading``).
+    """Serve the calls of rank 0, on every other rank, until it sends the last one; then leave the group.
+    ``new_local`` gets the recipe of rank 0, and the function that waits for the others (``lead``). Errors of
+    ``answers`` are ignored, since rank 0 raises them.
 
     Raises what its own part raises, and WorkerLost where rank 0 or another rank is lost.
     """
@@ -331,6 +343,6 @@ def following(
         meeting.part()
         dist.destroy_process_group()
     except Exception as error:
-        if not of_connection(error):
+        if not is_connection_error(error):
             raise
         raise meeting.name_loss(error, task) from error

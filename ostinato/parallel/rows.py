@@ -29,8 +29,8 @@ Experts = Callable[..., Tensor]
 
 
 def number_experts(decoder: Decoder, slots: Tensor | None) -> None:
-    """Set ``slots`` [L_moe, E] (``placement.slots``) of the whole model in the layers of a share; None:
-    contiguous experts, whose number is their place."""
+    """Set ``slots`` in every MoE layer of a decoder to its row of ``slots`` [L_moe, E] of the whole model
+    (``placement.number_slots``); None means contiguous experts, whose number is their place."""
     moe = decoder.config.moe
     if moe is None:
         return
@@ -91,18 +91,18 @@ class Ulysses:
         parts = self._links.size("c")
         if parts == 1:
             return self._inner(layer, q, k, v, scale, *([] if window is None else [window]))
-        rows, sizes = len(q), (q.shape[1] * q.shape[2], k.shape[1] * k.shape[2], v.shape[1] * v.shape[2])
+        rows, widths = len(q), (q.shape[1] * q.shape[2], k.shape[1] * k.shape[2], v.shape[1] * v.shape[2])
         # one exchange for all three: the heads of q, k and v for a rank are concatenated
         by_rank = torch.cat(
             [
                 x.flatten(1).unflatten(1, (parts, size // parts))
-                for x, size in zip((q, k, v), sizes, strict=True)
+                for x, size in zip((q, k, v), widths, strict=True)
             ],
             dim=-1,
         ).transpose(0, 1)
         counts = [rows] * parts
-        received = self._links.all_to_all(by_rank.reshape(parts * rows, -1), counts, counts, "c")
-        all_q, all_k, all_v = received.split([size // parts for size in sizes], dim=-1)
+        all_rows = self._links.all_to_all(by_rank.reshape(parts * rows, -1), counts, counts, "c")
+        all_q, all_k, all_v = all_rows.split([size // parts for size in widths], dim=-1)
         out = self._inner(
             layer,
             all_q.unflatten(-1, (-1, q.shape[2])),
@@ -111,6 +111,6 @@ class Ulysses:
             scale,
             *([] if window is None else [window]),
         )
-        returned = self._links.all_to_all(out.flatten(1).contiguous(), counts, counts, "c")
-        heads = returned.unflatten(0, (parts, rows)).transpose(0, 1)
+        own_rows = self._links.all_to_all(out.flatten(1).contiguous(), counts, counts, "c")
+        heads = own_rows.unflatten(0, (parts, rows)).transpose(0, 1)
         return heads.reshape(rows, q.shape[1], v.shape[2])

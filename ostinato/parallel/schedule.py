@@ -16,12 +16,12 @@ than P are one group.
 Every chunk sees its microbatches in their order, forward and backward, so gradients are summed in one order
 whatever the schedule, and that is the order of the plain loop.
 
-What is emitted cannot deadlock, however little the transport buffers. ``actions`` puts all computations in
-one global order and every transfer at its place in it, into the lists of both its ends at once. Of the
-transfers that have not happened, the first in that order has nothing before it at either end, so it can
-always happen, even if every send blocks until it is received (tests play that), and both ends agree
-in what they exchange when. A receive stands where the other end begins to compute what is to be received: it
-is posted ahead, and waited for where it is needed.
+The lists cannot deadlock, however little the transport buffers. ``list_actions`` puts all computations in one
+global order, and adds every transfer at its place in that order to the lists of both ends. Of the transfers
+that have not happened, the first in that order has nothing before it at either end. So it can always happen,
+even if every send blocks until it is received (tests play that), and both ends exchange the same in the same
+order. A receive is listed where the sender begins the computation: it is posted early, and its end is awaited
+where the result is needed.
 
 No torch here: a planner reads microbatches in flight from these functions.
 """
@@ -72,24 +72,24 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send the output of ``of`` to another rank: a residual stream forward, its gradient backward."""
+    """Send the output of ``compute`` to another rank: a residual stream forward, its gradient backward."""
 
-    of: Compute
-    to: int
+    compute: Compute
+    receiver: int
 
     def __str__(self) -> str:
-        return f"to send the {self.of} to rank {self.to}"
+        return f"to send the {self.compute} to rank {self.receiver}"
 
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """Receive the output of ``of`` from the rank that computes it."""
+    """Receive the output of ``compute`` from the rank that computes it."""
 
-    of: Compute
+    compute: Compute
     source: int
 
     def __str__(self) -> str:
-        return f"to receive the {self.of} from rank {self.source}"
+        return f"to receive the {self.compute} from rank {self.source}"
 
 
 Action = Compute | Send | Receive
@@ -110,21 +110,32 @@ def unit_seconds(compute: Compute) -> float:
     return 1.0 if compute.is_forward else 2.0
 
 
-def orders(
+def order_computes(
     name: Schedule | str, *, ranks: int, virtual: int = 1, parts: int
 ) -> tuple[tuple[Compute, ...], ...]:
     """The computations of each rank, in order.
 
     Raises ValueError for sizes below 1, for an unknown name, and for "1f1b" with several chunks per rank.
     """
-    schedule = _checked(name, ranks, virtual, parts)
-    groups = _groups(ranks, virtual, parts)
-    forwards = [(v, part) for group in groups for v in range(virtual) for part in group]
-    backwards = [(v, part) for group in groups for v in reversed(range(virtual)) for part in group]
+    schedule = _check_schedule(name, ranks, virtual, parts)
+    groups = _group_parts(ranks, virtual, parts)
+    forwards = [
+        (chunk_of_rank, part) for group in groups for chunk_of_rank in range(virtual) for part in group
+    ]
+    backwards = [
+        (chunk_of_rank, part)
+        for group in groups
+        for chunk_of_rank in reversed(range(virtual))
+        for part in group
+    ]
     computes_by_rank = []
     for rank in range(ranks):
-        forwards_of_rank = [Compute(Pass.FORWARD, v * ranks + rank, part) for v, part in forwards]
-        backwards_of_rank = [Compute(Pass.BACKWARD, v * ranks + rank, part) for v, part in backwards]
+        forwards_of_rank = [
+            Compute(Pass.FORWARD, chunk_of_rank * ranks + rank, part) for chunk_of_rank, part in forwards
+        ]
+        backwards_of_rank = [
+            Compute(Pass.BACKWARD, chunk_of_rank * ranks + rank, part) for chunk_of_rank, part in backwards
+        ]
         if schedule is Schedule.FORWARD:
             computes_by_rank.append(tuple(forwards_of_rank))
             continue
@@ -137,36 +148,39 @@ def orders(
     return tuple(computes_by_rank)
 
 
-def actions(
+def list_actions(
     name: Schedule | str, *, ranks: int, virtual: int = 1, parts: int
 ) -> tuple[tuple[Action, ...], ...]:
     """The actions of each rank, in order: its computations, and its transfers from and to other ranks.
 
-    Between chunks on one rank (P = 1) nothing is sent. Raises ValueError as ``orders`` does.
+    Between chunks on one rank (P = 1) nothing is sent. Raises ValueError as ``order_computes`` does.
     """
     actions_by_rank: list[list[Action]] = [[] for _ in range(ranks)]
-    for rank, compute, _, _ in _walk(orders(name, ranks=ranks, virtual=virtual, parts=parts), unit_seconds):
+    for rank, compute, _, _ in _walk(
+        order_computes(name, ranks=ranks, virtual=virtual, parts=parts), unit_seconds
+    ):
         actions_by_rank[rank].append(compute)
-        next_compute = _after(compute, ranks * virtual)
+        next_compute = _find_successor(compute, ranks * virtual)
         if next_compute is not None and (receiver := next_compute.chunk % ranks) != rank:
             actions_by_rank[rank].append(Send(compute, receiver))
             actions_by_rank[receiver].append(Receive(compute, rank))
     return tuple(map(tuple, actions_by_rank))
 
 
-def in_flight(name: Schedule | str, *, rank: int, ranks: int, virtual: int = 1, parts: int) -> int:
-    """Most pairs of (chunk, microbatch) whose activations a rank keeps at a time; of "forward" one.
+def count_in_flight(name: Schedule | str, *, rank: int, ranks: int, virtual: int = 1, parts: int) -> int:
+    """The largest number of (chunk, microbatch) pairs whose activations a rank keeps at a time; 1 for
+    "forward". Raises ValueError as ``order_computes`` does.
 
     One pair is 1 / (P V) of all layers: for 1f1b P - rank microbatches of a stage, for interleaved on rank 0
     1 + (P - 1) / (P V) times what 1f1b keeps there (arXiv 2104.04473 section 2.2.2).
     """
-    if _checked(name, ranks, virtual, parts) is Schedule.FORWARD:
+    if _check_schedule(name, ranks, virtual, parts) is Schedule.FORWARD:
         return 1
     return min(virtual * parts, _count_ahead(rank, ranks, virtual, parts) + 1)
 
 
-def _checked(name: Schedule | str, ranks: int, virtual: int, parts: int) -> Schedule:
-    """The schedule ``name``. Raises ValueError as ``orders`` does."""
+def _check_schedule(name: Schedule | str, ranks: int, virtual: int, parts: int) -> Schedule:
+    """The schedule ``name``. Raises ValueError as ``order_computes`` does."""
     for dimension, size in {"ranks": ranks, "virtual": virtual, "parts": parts}.items():
         if size < 1:
             raise ValueError(f"a pipeline schedule was requested with {dimension} {size}; use at least 1")
@@ -177,7 +191,7 @@ def _checked(name: Schedule | str, ranks: int, virtual: int, parts: int) -> Sche
     return Schedule(name)
 
 
-def _groups(ranks: int, virtual: int, parts: int) -> list[range]:
+def _group_parts(ranks: int, virtual: int, parts: int) -> list[range]:
     """Groups of microbatches, P or a little more, each of which goes through all chunks of a rank before the
     next."""
     if virtual == 1:
@@ -192,12 +206,12 @@ def _count_ahead(rank: int, ranks: int, virtual: int, parts: int) -> int:
     """Number of forwards of a rank before its first backward."""
     if virtual == 1:
         return min(parts, ranks - 1 - rank)
-    largest = len(_groups(ranks, virtual, parts)[0])
-    return min(virtual * parts, 2 * (ranks - 1 - rank) + (virtual - 1) * largest)
+    group_size = len(_group_parts(ranks, virtual, parts)[0])
+    return min(virtual * parts, 2 * (ranks - 1 - rank) + (virtual - 1) * group_size)
 
 
-def _needs(compute: Compute, chunks: int) -> tuple[Compute, ...]:
-    """Computations, on any rank, that ``compute`` needs the results of."""
+def _find_dependencies(compute: Compute, chunks: int) -> tuple[Compute, ...]:
+    """Computations, on any rank, whose results ``compute`` needs."""
     chunk, part = compute.chunk, compute.part
     if compute.is_forward:
         return (Compute(Pass.FORWARD, chunk - 1, part),) if chunk else ()
@@ -205,58 +219,59 @@ def _needs(compute: Compute, chunks: int) -> tuple[Compute, ...]:
     return (forward,) if chunk == chunks - 1 else (forward, Compute(Pass.BACKWARD, chunk + 1, part))
 
 
-def _after(compute: Compute, chunks: int) -> Compute | None:
+def _find_successor(compute: Compute, chunks: int) -> Compute | None:
     """The computation that takes the output of ``compute``; None at the end of the model."""
     chunk = compute.chunk + (1 if compute.is_forward else -1)
     return Compute(compute.direction, chunk, compute.part) if 0 <= chunk < chunks else None
 
 
-def _next(listed: Sequence[Action], at: int) -> str:
-    """The action at index ``at`` of a rank, in words."""
-    return str(listed[at]) if at < len(listed) else "for nothing, it is done"
+def _describe_next(rank_actions: Sequence[Action], index: int) -> str:
+    """The action at index ``index`` of a rank, in words."""
+    return str(rank_actions[index]) if index < len(rank_actions) else "for nothing, it is done"
 
 
 def _walk(
     order: Sequence[Sequence[Compute]], seconds: Seconds, transfer: float = 0.0
 ) -> Iterator[tuple[int, Compute, float, float]]:
-    """(rank, computation, start, end) in order of start, each rank going on as soon as it has what it needs.
+    """Yield (rank, computation, start, end) in order of start. Each rank begins its next computation as soon
+    as it is free and has the results that this needs.
 
-    Raises Deadlock when no rank can.
+    Raises Deadlock if computations are left that no rank can begin.
     """
-    ranks, chunks = len(order), 1 + max(compute.chunk for listed in order for compute in listed)
+    ranks, chunks = len(order), 1 + max(compute.chunk for computes in order for compute in computes)
     next_index, free_at = [0] * ranks, [0.0] * ranks
-    ends: dict[Compute, float] = {}
-    ready: list[tuple[float, int]] = []
+    end_by_compute: dict[Compute, float] = {}
+    queue: list[tuple[float, int]] = []
 
-    def push(rank: int) -> None:
+    def queue_next(rank: int) -> None:
         """Queue the next computation of a rank, with its start, if all that it needs has been computed."""
         if next_index[rank] == len(order[rank]):
             return
-        needs = _needs(order[rank][next_index[rank]], chunks)
-        if all(need in ends for need in needs):
+        dependencies = _find_dependencies(order[rank][next_index[rank]], chunks)
+        if all(dependency in end_by_compute for dependency in dependencies):
             arrivals = [
-                ends[dependency] + (transfer if dependency.chunk % ranks != rank else 0.0)
-                for dependency in needs
+                end_by_compute[dependency] + (transfer if dependency.chunk % ranks != rank else 0.0)
+                for dependency in dependencies
             ]
-            heapq.heappush(ready, (max(free_at[rank], *arrivals) if arrivals else free_at[rank], rank))
+            heapq.heappush(queue, (max(free_at[rank], *arrivals) if arrivals else free_at[rank], rank))
 
     for rank in range(ranks):
-        push(rank)
-    while ready:
-        start, rank = heapq.heappop(ready)
+        queue_next(rank)
+    while queue:
+        start, rank = heapq.heappop(queue)
         compute = order[rank][next_index[rank]]
-        ends[compute] = free_at[rank] = end = start + seconds(compute)
+        end_by_compute[compute] = free_at[rank] = end = start + seconds(compute)
         next_index[rank] += 1
         yield rank, compute, start, end
-        push(rank)
-        next_compute = _after(compute, chunks)
+        queue_next(rank)
+        next_compute = _find_successor(compute, chunks)
         if next_compute is None or (receiver := next_compute.chunk % ranks) == rank:
             continue
         if (
             next_index[receiver] < len(order[receiver])
             and order[receiver][next_index[receiver]] == next_compute
         ):
-            push(receiver)
-    if len(ends) < sum(map(len, order)):
+            queue_next(receiver)
+    if len(end_by_compute) < sum(map(len, order)):
         pending = zip(order, next_index, strict=True)
-        raise Deadlock([_next(listed, at) for listed, at in pending])
+        raise Deadlock([_describe_next(computes, index) for computes, index in pending])

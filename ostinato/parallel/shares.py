@@ -1,5 +1,5 @@
-"""The part of a model, and of a tensor, that each rank of a layout keeps. No torch: a planner counts by
-it."""
+"""The part of a model, and of a tensor, that each rank of a layout keeps. No torch: a planner uses it,
+too."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ def shares_of(
 ) -> tuple[Share, ...]:
     """The shares of a rank, one for each of its chunks of layers, in order of depth.
 
-    ``placement``: which expert rank keeps which experts of a MoE layer, equally many each; None: neighbours
-    together. Raises ValueError where the model cannot be cut so.
+    ``placement``: which expert rank keeps which experts of a MoE layer, equally many each; None: contiguous
+    ones. Raises ValueError if the layout cannot cut the model, for a rank outside of the layout, and for a
+    placement that does not give every expert to one rank.
     """
     layout.refuse(config)
     coords = layout.coords(rank)
@@ -31,7 +32,7 @@ def shares_of(
             has_head=chunk == layout.chunks - 1,
             tensor=layout.tensor,
             tensor_rank=coords.tensor,
-            experts=_kept(layout, config, rank, placement),
+            experts=_list_experts(layout, config, rank, placement),
             expert_tensor=layout.expert_tensor,
             expert_tensor_rank=coords.tensor if layout.expert_tensor > 1 else 0,
         )
@@ -39,23 +40,26 @@ def shares_of(
     )
 
 
-def _kept(
+def _list_experts(
     layout: Layout, config: ModelConfig, rank: int, placement: Placement | None
 ) -> tuple[tuple[int, ...], ...] | None:
     """Ids of the experts of a rank, by MoE layer; None where it keeps all. Raises ValueError for a placement
     that is no even partition."""
     if config.moe is None or (layout.expert == 1 and placement is None):
         return None
-    place, size = layout.place("e", rank), config.moe.num_experts // layout.expert
+    expert_rank, experts_per_rank = layout.place("e", rank), config.moe.num_experts // layout.expert
     if placement is None:
-        return (tuple(range(place * size, (place + 1) * size)),) * len(config.moe.layers)
-    experts_by_layer = tuple(tuple(ranks[place]) for ranks in placement)
+        return (tuple(range(expert_rank * experts_per_rank, (expert_rank + 1) * experts_per_rank)),) * len(
+            config.moe.layers
+        )
+    experts_by_layer = tuple(tuple(ranks[expert_rank]) for ranks in placement)
     for layer, ranks in enumerate(placement):
         ids = sorted(expert for rank in ranks for expert in rank)
-        if ids != list(range(config.moe.num_experts)) or {len(rank) for rank in ranks} != {size}:
+        if ids != list(range(config.moe.num_experts)) or {len(rank) for rank in ranks} != {experts_per_rank}:
             raise ValueError(
                 f"the placement of MoE layer {layer} does not give each of {config.moe.num_experts} experts "
-                f"to one of {layout.expert} ranks, {size} each; make it with placement.placed_experts"
+                f"to one of {layout.expert} ranks, {experts_per_rank} each; make it with "
+                "placement.placed_experts"
             )
     return experts_by_layer
 
@@ -76,13 +80,13 @@ def owned_parts(
     part_by_spans: dict[tuple[Spans, ...], OwnedPart] = {}
     for rank, chunks in enumerate(shares):
         for share in chunks:
-            if keeps(config, share, name):
+            if has_part(config, share, name):
                 spans = find_spans(config, share, name, shape)
                 part_by_spans.setdefault(spans, OwnedPart(rank, spans))
     return list(part_by_spans.values())
 
 
-def keeps(config: ModelConfig, share: Share, name: str) -> bool:
+def has_part(config: ModelConfig, share: Share, name: str) -> bool:
     """Whether a share has any part of the tensor ``name`` of the model."""
     if name == "embed":
         return share.has_embedding or (share.has_head and config.tie_embeddings)
@@ -91,12 +95,15 @@ def keeps(config: ModelConfig, share: Share, name: str) -> bool:
     return int(name.split(".")[1]) in share.layers
 
 
-def summed_over(name: str, shape: Sequence[int], share: Share, *, in_pieces: bool = False) -> tuple[str, ...]:
-    """The axes over which the gradient of a leaf is summed, one after the other: the ranks that keep the same
-    values, whose gradients of them are partial sums. ``shape``: of the whole."""
-    whole_over_t = not is_cut(share, name, shape)
+def find_summed_axes(
+    name: str, shape: Sequence[int], share: Share, *, in_pieces: bool = False
+) -> tuple[str, ...]:
+    """The axes over which the gradient of a leaf is summed, one after the other. Ranks along them keep the
+    same values, and each has a partial sum of their gradient. ``shape``: of the whole. ``in_pieces``: FSDP
+    cuts it."""
+    is_whole_over_t = not is_cut(share, name, shape)
     if is_expert(name, shape):
-        return ("r", "t") if share.expert_tensor > 1 and whole_over_t else ("r",)
+        return ("r", "t") if share.expert_tensor > 1 and is_whole_over_t else ("r",)
     if in_pieces:
-        return ("dcf", "t") if whole_over_t else ("dcf",)
-    return ("s",) if whole_over_t else ("dc",)
+        return ("dcf", "t") if is_whole_over_t else ("dcf",)
+    return ("s",) if is_whole_over_t else ("dc",)

@@ -1,6 +1,6 @@
 """Runs a pipeline schedule: one optimizer step's microbatches through one rank's chunks of the model.
 
-    for action in schedule.actions(...)[this rank]:
+    for action in schedule.list_actions(...)[this rank]:
         Receive   post it, go on
         forward   take what came in, run the chunk, keep its graph
         backward  take the gradient (on the last chunk: of the loss), run the graph backwards, drop it
@@ -14,8 +14,8 @@ others into buffers of it (as of torch 2.13). The schedules are the same, and so
 and irecv, on gloo or nccl.
 
 A chunk adds up its gradients in the order of the microbatches, as the plain loop does: with one stage this is
-that loop, and with more the gradients are the same bits. What is in flight (``schedule.in_flight``) is kept
-and nothing else: of an output that was sent the graph alone.
+that loop, and with more the gradients are the same bits. What is in flight (``schedule.count_in_flight``) is
+kept and nothing else: of an output that was sent the graph alone.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ostinato.parallel.collectives import Collectives, Mesh, Pending
-from ostinato.parallel.schedule import Compute, Pass, Receive, Schedule, Send, actions
+from ostinato.parallel.schedule import Compute, Pass, Receive, Schedule, Send, list_actions
 
 Part = TypeVar("Part")
 PartIn = TypeVar("PartIn", contravariant=True)
 
-UNCONFIRMED = 2  # sends on their way at a time, one each way: what was sent is kept until it has arrived
+MAX_UNCONFIRMED = 2  # sends on their way, one in each direction: a tensor is kept until it has arrived
 AXIS = "p"
 
 
 class PipelineBroken(RuntimeError):
-    """Another stage did not send or take what it should have: it died, hangs, or lost its connection. The
-    message says which, what was waited for and how long: at most the timeout of the process group. (With
-    nccl it is the device that waits, and torch's watchdog ends the process after that timeout.)"""
+    """Another stage did not send or receive a tensor: it died, hangs, or lost its connection. The message
+    names the stage, the tensor and the time that was waited, at most the timeout of the process group. (With
+    nccl the device waits, and torch's watchdog ends the process after that timeout.)"""
 
 
 class Forward(Protocol[PartIn]):
     """A microbatch through one chunk: (chunk, microbatch, residual stream or None for the first chunk) ->
-    (residual stream, on the last chunk hidden states [rows, D]; anything that is to be kept for the caller,
-    detached). Gradients go to where the chunk's parameters are."""
+    (output, extras). The output is the residual stream or, of the last chunk, the hidden states [rows, D];
+    the extras are detached, and returned to the caller. Gradients go to the chunk's parameters."""
 
     def __call__(self, chunk: int, part: PartIn, x: Tensor | None, /) -> tuple[Tensor, Any]: ...
 
 
-Extras = list[list[Any]]  # by own chunk in order of depth, by microbatch: what ``Forward`` returned beside
+Extras = list[list[Any]]  # the extras of ``Forward``, by own chunk in order of depth, by microbatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,17 +154,17 @@ class Stages(Generic[Part]):
         """The actions of this stage for ``parts`` microbatches."""
         if not parts:
             return ()
-        return actions(schedule, ranks=self.stages, virtual=self.virtual, parts=parts)[self.stage]
+        return list_actions(schedule, ranks=self.stages, virtual=self.virtual, parts=parts)[self.stage]
 
 
 @dataclass(slots=True)
 class _Graph:
-    """What a backward needs of its forward, from the forward until the backward."""
+    """The results of a forward that its backward needs, kept until then."""
 
-    x: Tensor | None  # the input: a leaf that gets the gradient for the chunk before
-    out: GradientEdge | None  # None: nothing here is trained
-    hidden: Tensor | None  # of the last chunk, for the loss
-    extras: Any  # likewise
+    x: Tensor | None  # the input: a leaf, whose gradient is sent to the chunk before
+    out: GradientEdge | None  # of the output; None: nothing here is trained, or it is the last chunk
+    hidden: Tensor | None  # the output of the last chunk, for the loss
+    extras: Any  # of the last chunk, for the loss
 
 
 @dataclass(slots=True)
@@ -176,33 +176,35 @@ class _Run(Generic[Part]):
     chunk: Forward[Part]
     extras: Extras = field(init=False)
     _graphs: dict[tuple[int, int], _Graph] = field(default_factory=dict)
-    _made: dict[Compute, Tensor] = field(default_factory=dict)  # not yet sent, or for the next chunk here
-    _posted: dict[Compute, tuple[int, Pending]] = field(default_factory=dict)
-    _sent: deque[tuple[Send, Pending]] = field(default_factory=deque)
+    _outputs: dict[Compute, Tensor] = field(default_factory=dict)  # not yet sent, or for the next chunk here
+    _pending_receives: dict[Compute, tuple[int, Pending]] = field(default_factory=dict)
+    _pending_sends: deque[tuple[Send, Pending]] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
         self.extras = [[] for _ in self.stages.chunks]
 
     def forward(self, action: Compute, keep: bool = True) -> Tensor:
-        """Run a chunk and return its output. ``keep``: keep its graph for the backward."""
+        """Run a chunk and return its output. The extras are stored, and the output, detached, unless the
+        chunk is the last. ``keep``: keep its graph for the backward."""
         chunk, part = action.chunk, self.parts[action.part]
         x = None
-        if chunk:  # requires_grad even where it is not needed: some kernels multiply in another order without
+        if chunk:  # it always requires a gradient: without one some kernels multiply in another order
             x = self._take(Compute(Pass.FORWARD, chunk - 1, action.part))
             x.requires_grad_(torch.is_grad_enabled())
         out, extras = self.chunk(chunk, part, x)
         self.extras[chunk // self.stages.stages].append(extras)
         is_last = chunk == self.stages.stages * self.stages.virtual - 1
         if not is_last:
-            self._made[action] = out.detach()
+            self._outputs[action] = out.detach()
         if keep:
             edge = get_gradient_edge(out) if out.requires_grad and not is_last else None
-            for_loss = (out, extras) if is_last else (None, None)
-            self._graphs[chunk, action.part] = _Graph(x, edge, *for_loss)
+            kept_for_loss = (out, extras) if is_last else (None, None)
+            self._graphs[chunk, action.part] = _Graph(x, edge, *kept_for_loss)
         return out
 
     def backward(self, action: Compute, loss: Callable[[Part, Tensor, Any], Tensor]) -> None:
-        """Run the graph of a chunk backwards, and drop it."""
+        """Run the graph of a chunk backwards, drop it, and store the gradient of its input. Raises ValueError
+        if the output of the chunk does not depend on its input."""
         chunk, index = action.chunk, action.part
         graph = self._graphs.pop((chunk, index))
         if graph.hidden is not None:
@@ -216,45 +218,57 @@ class _Run(Generic[Part]):
                 raise ValueError(
                     f"the output of chunk {chunk} does not depend on its input; return one that does"
                 )
-            self._made[action] = graph.x.grad
+            self._outputs[action] = graph.x.grad
 
     def post(self, action: Receive) -> None:
         """Begin to receive the output of a computation on another stage."""
         assert self.stages.links is not None
-        shape, dtype, source = self.stages.shape(self.parts[action.of.part]), self.stages.dtype, action.source
-        with _named(self.stages.stage, f"the {action.of} from stage {source}"):
-            self._posted[action.of] = source, self.stages.links.receive(shape, dtype, AXIS, source)
+        shape, dtype, source = (
+            self.stages.shape(self.parts[action.compute.part]),
+            self.stages.dtype,
+            action.source,
+        )
+        with _translate_errors(self.stages.stage, f"the {action.compute} from stage {source}"):
+            self._pending_receives[action.compute] = (
+                source,
+                self.stages.links.receive(shape, dtype, AXIS, source),
+            )
 
     def send(self, action: Send) -> None:
-        """Begin to send, and wait until at most ``UNCONFIRMED`` sends are on their way. That cannot deadlock:
-        a schedule ends even if every send blocks (``parallel.schedule``)."""
+        """Begin to send, and wait until at most ``MAX_UNCONFIRMED`` sends are on their way. That cannot
+        deadlock: a schedule ends even if every send blocks (``parallel.schedule``)."""
         assert self.stages.links is not None
-        with _named(self.stages.stage, f"stage {action.to} to take the {action.of}"):
-            self._sent.append((action, self.stages.links.send(self._made.pop(action.of), AXIS, action.to)))
-        self.settle(UNCONFIRMED)
+        with _translate_errors(self.stages.stage, f"stage {action.receiver} to take the {action.compute}"):
+            self._pending_sends.append(
+                (action, self.stages.links.send(self._outputs.pop(action.compute), AXIS, action.receiver))
+            )
+        self.settle(MAX_UNCONFIRMED)
 
     def settle(self, unconfirmed: int = 0) -> None:
         """Wait until at most ``unconfirmed`` sends are on their way."""
-        while len(self._sent) > unconfirmed:
-            action, pending = self._sent.popleft()
-            with _named(self.stages.stage, f"stage {action.to} to take the {action.of}"):
+        while len(self._pending_sends) > unconfirmed:
+            action, pending = self._pending_sends.popleft()
+            with _translate_errors(
+                self.stages.stage, f"stage {action.receiver} to take the {action.compute}"
+            ):
                 pending.wait()
 
     def _take(self, of: Compute) -> Tensor:
-        """The output of a computation, of this rank or received."""
-        if of not in self._posted:
-            return self._made.pop(of)
-        source, pending = self._posted.pop(of)
-        with _named(self.stages.stage, f"the {of} from stage {source}"):
+        """Remove and return the output of a computation; one of another rank is awaited."""
+        if of not in self._pending_receives:
+            return self._outputs.pop(of)
+        source, pending = self._pending_receives.pop(of)
+        with _translate_errors(self.stages.stage, f"the {of} from stage {source}"):
             return pending.wait()
 
 
 @contextmanager
-def _named(stage: int, what: str) -> Iterator[None]:
-    """Turn a RuntimeError in the context into PipelineBroken, which says that ``what`` was waited for."""
+def _translate_errors(stage: int, what: str) -> Iterator[None]:
+    """Replace a RuntimeError in the context by PipelineBroken, whose message says that ``what`` was
+    awaited."""
     start = time.monotonic()
     try:
         yield
     except RuntimeError as error:
-        waited = time.monotonic() - start
-        raise PipelineBroken(f"stage {stage} waited {waited:.1f} s for {what}, in vain: {error}") from error
+        waited_s = time.monotonic() - start
+        raise PipelineBroken(f"stage {stage} waited {waited_s:.1f} s for {what}, in vain: {error}") from error

@@ -18,8 +18,8 @@ from ostinato.algo.advantages import (
     Rewards,
     advantages,
     advantages_apart,
+    has_zero_variance,
     overlong_penalty,
-    zero_variance,
 )
 from ostinato.algo.algorithms import Algorithm
 from ostinato.algo.pack import aggregation_weights
@@ -82,7 +82,7 @@ def assign(
     waste: Counter[str] = Counter()
     trained, new_samples = list[np.ndarray](), list[Sample]()
     for index, (group, drop, reward, value) in enumerate(zip(groups, drops, rewards, values, strict=True)):
-        if drop is None and zero_variance(reward):
+        if drop is None and has_zero_variance(reward):
             drop = drops[index] = Drop.ZERO_VARIANCE if algorithm.drop_zero_variance else None
         reasons = [_find_waste_reason(t, drop, algorithm) for t in group.trajectories]
         for trajectory, reason in zip(group.trajectories, reasons, strict=True):

@@ -260,7 +260,7 @@ class Scores:
     async def remember(self, forgetting: Forgetting) -> None:
         """Record, before training, the abilities of the policy that it is not trained on."""
         self.recorder.spans = self.recorder.new_spans()
-        with self.recorder.ledger.evaluating():
+        with self.recorder.ledger.mark_evaluation():
             line = await forgetting.begin(self.stage.engine)
         if line is not None:
             tokens = {"sampled": sum(len(row["logprobs"]) for row in line["rows"])}
@@ -276,7 +276,7 @@ class Scores:
     async def _score(self, evaluation: Evaluation, step: int, now: dict[str, float]) -> None:
         recorder = self.recorder
         recorder.spans = recorder.new_spans()  # of the step before
-        with recorder.ledger.evaluating():
+        with recorder.ledger.mark_evaluation():
             row, groups = await evaluate_groups(
                 self.stage, evaluation, step, lambda *ended: self.on_progress()
             )

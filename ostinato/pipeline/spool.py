@@ -69,7 +69,7 @@ class Spool:
         return RolloutResult(group=group, generated_at=since, graded_at=since, spooled=True, paid=paid)
 
     def _append_row(self, step: int, address: str, **columns: Any) -> None:
-        self._log.append({"step": step, "address": address, "paid_in": self._ledger.coming, **columns})
+        self._log.append({"step": step, "address": address, "paid_in": self._ledger.next_row, **columns})
 
     def forget(self, step: int) -> None:
         """Drop the groups up to ``step``, which the oldest checkpoint covers."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-from ostinato.control_tokens import after_thinking
+from ostinato.control_tokens import strip_thinking
 
 MAX_DIGITS = 300  # of a number; longer ones do not count as answers: parsing takes quadratic time
 
@@ -93,7 +93,7 @@ def answer_texts(completions: Sequence[Any], in_thought: Sequence[bool] | None =
     thought_flags = in_thought or [False] * len(completions)
     pairs = zip(completions, thought_flags, strict=True)
     return [
-        "" if is_unfinished else after_thinking(text_of(completion)) for completion, is_unfinished in pairs
+        "" if is_unfinished else strip_thinking(text_of(completion)) for completion, is_unfinished in pairs
     ]
 
 
@@ -139,7 +139,7 @@ def _find_closing_brace(text: str, start: int) -> int | None:
 
 def final_answer(text: str) -> str:
     """Return the marked answer after thinking, else the last line that is not blank."""
-    text = after_thinking(text)
+    text = strip_thinking(text)
     mark = marked_answer(text)
     return mark if mark is not None else text.strip().rpartition("\n")[2].strip()
 

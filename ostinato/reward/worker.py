@@ -421,10 +421,13 @@ def main(fd: int) -> None:
         send(sock, json.dumps({"id": 0, "error": str(error)}).encode())
         return
     os.register_at_fork(after_in_child=sock.close)
-    from ostinato.inputs import escaping
+    from ostinato.inputs import escape_stream
     from ostinato.reward import verify
 
-    sys.stdout, sys.stderr = escaping(sys.stdout), escaping(sys.stderr)  # rewards may print any text
+    sys.stdout, sys.stderr = (
+        escape_stream(sys.stdout),
+        escape_stream(sys.stderr),
+    )  # rewards may print any text
 
     try:
         for spec in hello["functions"]:

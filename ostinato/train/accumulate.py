@@ -37,8 +37,8 @@ from ostinato.train.passes import Outcome, ScoreOptions, Scores
 from ostinato.types import Microbatch, Sample, Segment
 
 TOKENS_PER_MICROBATCH = 2048
-MOST_LR, LEAST_EPS = 1e3, 1e-30  # with these, and MOST_NORM, AdamW makes no number that is not finite
-MOST_NORM = 1e18  # of gradients: their squares are added in fp32
+MAX_LR, MIN_EPS = 1e3, 1e-30  # with these, and MOST_NORM, AdamW makes no number that is not finite
+MAX_NORM = 1e18  # of gradients: their squares are added in fp32
 T = TypeVar("T")
 
 
@@ -68,8 +68,10 @@ class Row:
         """Tokens before the first target with non-zero values, which siblings may share; all if none has."""
         weightings = [values for name, values in self.values.items() if name not in BOUNDS]
         is_weighted = [values.reshape(len(self.tokens), -1).any(1) for values in weightings]
-        first = np.flatnonzero(np.logical_or.reduce(is_weighted)) if is_weighted else np.zeros(1, np.int64)
-        return int(first[0]) + 1 if len(first) else len(self.tokens)
+        first_targets = (
+            np.flatnonzero(np.logical_or.reduce(is_weighted)) if is_weighted else np.zeros(1, np.int64)
+        )
+        return int(first_targets[0]) + 1 if len(first_targets) else len(self.tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -95,10 +97,10 @@ class Adam:
         for name, value in {**numbers, "grad_clip_norm": self.max_grad_norm}.items():
             if not 0 <= value < math.inf:
                 raise ValueError(f"{name} is {value}; use a number from 0")
-        if self.lr > MOST_LR:
-            raise ValueError(f"learning_rate is {self.lr}; use {MOST_LR:g} at most")
-        if self.eps < LEAST_EPS:  # in fp32 a parameter without gradients would become 0 / 0
-            raise ValueError(f"eps is {self.eps}; use at least {LEAST_EPS:g}")
+        if self.lr > MAX_LR:
+            raise ValueError(f"learning_rate is {self.lr}; use {MAX_LR:g} at most")
+        if self.eps < MIN_EPS:  # in fp32 a parameter without gradients would become 0 / 0
+            raise ValueError(f"eps is {self.eps}; use at least {MIN_EPS:g}")
         if self.lr * self.weight_decay > 1:
             raise ValueError(
                 f"weight_decay is {self.weight_decay}, which at learning_rate {self.lr} takes more than the "
@@ -143,11 +145,13 @@ class Accumulator:
 
     def forward_backward(self, rows: Sequence[Row], loss: TokenLoss) -> Scored:
         """Add the gradients of the loss. Raises ValueError naming the first row that cannot be learned from,
-        before any work."""
+        before any work, and NotFinite for scores that are not finite; the gradients are then those from
+        before."""
         return run_to_end(self.pieces(rows, loss, learn=True))
 
     def forward(self, rows: Sequence[Row], loss: TokenLoss) -> Scored:
-        """Score rows without gradients; log-probabilities equal those of ``forward_backward`` bit for bit."""
+        """Score rows without gradients; log-probabilities equal those of ``forward_backward`` bit for bit,
+        and so do the errors that it raises."""
         return run_to_end(self.pieces(rows, loss, learn=False))
 
     def pieces(self, rows: Sequence[Row], loss: TokenLoss, *, learn: bool) -> Generator[None, None, Scored]:
@@ -163,7 +167,7 @@ class Accumulator:
         )
         try:
             for part in pack_rows(rows, self._budget, self.decoder):
-                logprobs, value = self._learned(part, loss) if learn else self._read(part, loss)
+                logprobs, value = self._learn_part(part, loss) if learn else self._score_part(part, loss)
                 total += value
                 logprobs_by_row |= part.split(logprobs)
                 yield
@@ -177,8 +181,8 @@ class Accumulator:
             raise
         return Scored(logprobs=[logprobs_by_row[index] for index in range(len(rows))], loss=total)
 
-    def _learned(self, part: Part, loss: TokenLoss) -> tuple[Tensor, float]:
-        """(log-probabilities [R], loss) of a part, whose gradients are added."""
+    def _learn_part(self, part: Part, loss: TokenLoss) -> tuple[Tensor, float]:
+        """Add the gradients of a part's loss. Returns (log-probabilities [R], loss)."""
         detached_logprobs: list[Tensor] = []
 
         def objective(inputs: Inputs, scores: Scores) -> Outcome:
@@ -191,7 +195,7 @@ class Accumulator:
         (outcome,) = self._passes.train([part.inputs], objective, 1.0)
         return detached_logprobs[0], float(outcome.loss)
 
-    def _read(self, part: Part, loss: TokenLoss) -> tuple[Tensor, float]:
+    def _score_part(self, part: Part, loss: TokenLoss) -> tuple[Tensor, float]:
         """(log-probabilities [R], loss) of a part, without gradients."""
         (scores,) = self._passes.score([part.inputs], ScoreOptions())
         assert scores.logprobs is not None
@@ -199,13 +203,14 @@ class Accumulator:
         return logprobs, float(loss(logprobs, part.values))
 
     def optim_step(self, settings: Adam) -> dict[str, float]:
-        """One step on the accumulated gradients, which are then cleared. Without any, no parameter changes.
+        """Take one step on the accumulated gradients, clear them, and return metrics. Without gradients no
+        parameter changes, but the step counts.
 
-        Raises NotFinite where the gradients are not finite, or close to it; they are cleared then too.
+        Raises NotFinite if their norm is not finite or over ``MAX_NORM``; they are cleared then, too.
         """
         gradients = [leaf.grad for leaf in self._leaves.named.values() if leaf.grad is not None]
         norm = float(self._leaves.reduce()) if gradients else 0.0
-        if not norm <= MOST_NORM:
+        if not norm <= MAX_NORM:
             self._optimizer.zero_grad()
             raise NotFinite(
                 f"the gradient norm is {norm}; nothing was learned, send rows with smaller values"
@@ -225,8 +230,8 @@ class Accumulator:
         return state_tensors(self._leaves, self._optimizer)
 
     def restore(self, tensors: Mapping[str, Tensor], *, optimizer: bool = True) -> None:
-        """Restore, bit for bit, the state saved in ``tensors``, without gradients; without ``optimizer`` its
-        moments start from zero. Raises ValueError for the tensors of another adapter."""
+        """Restore, bit for bit, the state saved in ``tensors``, and clear the gradients; without
+        ``optimizer`` its moments start from zero. Raises ValueError for the tensors of another adapter."""
         if not optimizer:
             tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("optimizer.")}
         load_state_tensors(self._leaves, self._optimizer, tensors)
@@ -257,13 +262,14 @@ def check_rows(rows: Sequence[Row], loss: TokenLoss, vocab_size: int, context: i
             raise ValueError(f"datum {index} has {len(row.tokens)} tokens and the context is {context}")
         for name, ids in (("input", row.tokens), ("target_tokens", row.targets)):
             if ids.min() < 0 or ids.max() >= vocab_size:
-                wrong = ids.min() if ids.min() < 0 else ids.max()
-                raise ValueError(f"datum {index} has the token {wrong} in {name}; use 0 to {vocab_size - 1}")
+                token = ids.min() if ids.min() < 0 else ids.max()
+                raise ValueError(f"datum {index} has the token {token} in {name}; use 0 to {vocab_size - 1}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Part:
-    """A microbatch of rows. R targets are scored at U places: what siblings have in common, once."""
+    """A microbatch of rows. Its R targets are scored at U places: a pair of row and target that siblings
+    share is scored once."""
 
     inputs: Inputs  # of U targets
     places: Tensor  # [R] int64, into the U
@@ -282,15 +288,16 @@ class Part:
 
 def pack_rows(rows: Sequence[Row], tokens_per_microbatch: int, decoder: Base) -> Iterator[Part]:
     """The rows in microbatches of at most ``tokens_per_microbatch``, first-fit-decreasing, prompts shared."""
-    samples = [_sample(row, index) for index, row in enumerate(rows)]
+    samples = [_make_sample(row, index) for index, row in enumerate(rows)]
     weights = [sample.loss_mask.astype(np.float64) for sample in samples]
     batch = pack(samples, weights, tokens_per_microbatch=tokens_per_microbatch)
     for microbatch in batch.microbatches:
-        yield _part(microbatch, rows, decoder)
+        yield _make_part(microbatch, rows, decoder)
 
 
-def _sample(row: Row, index: int) -> Sample:
-    """A sample for ``pack``: the row and a dummy token, the trained one: ``pack`` lays out all before it."""
+def _make_sample(row: Row, index: int) -> Sample:
+    """A sample for ``pack``: the row and a dummy token, which alone is trained, so that ``pack`` lays out all
+    tokens of the row."""
     length = len(row.tokens) + 1
     mask = np.arange(length) == length - 1
     return Sample(
@@ -305,13 +312,13 @@ def _sample(row: Row, index: int) -> Sample:
     )
 
 
-def _part(microbatch: Microbatch, rows: Sequence[Row], decoder: Base) -> Part:
+def _make_part(microbatch: Microbatch, rows: Sequence[Row], decoder: Base) -> Part:
     """The part of a packed microbatch: its (row, target) pairs without repetition, and all values."""
-    order = [int(uid) for uid in microbatch.uids]
+    row_indices = [int(uid) for uid in microbatch.uids]
     spans = sequence_spans(microbatch).tolist()
     predictors, targets = [], []
-    for index, (start, stop, first, last) in zip(order, spans, strict=True):
-        input_rows = np.concatenate([np.arange(first, last), np.arange(start, stop)])
+    for index, (start, stop, prompt_start, prompt_stop) in zip(row_indices, spans, strict=True):
+        input_rows = np.concatenate([np.arange(prompt_start, prompt_stop), np.arange(start, stop)])
         row_targets = rows[index].targets.reshape(len(input_rows), -1)
         predictors.append(np.repeat(input_rows, row_targets.shape[1]))
         targets.append(row_targets.reshape(-1))
@@ -331,28 +338,33 @@ def _part(microbatch: Microbatch, rows: Sequence[Row], decoder: Base) -> Part:
     device = decoder.device
 
     def join_values(name: str) -> Tensor:
-        flat = [rows[index].values[name].reshape(-1) for index in order]
+        flat = [rows[index].values[name].reshape(-1) for index in row_indices]
         return torch.from_numpy(np.concatenate(flat).astype(np.float32)).to(device)
 
-    values = {name: join_values(name) for name in rows[order[0]].values}  # the same in all rows: checked
+    values = {
+        name: join_values(name) for name in rows[row_indices[0]].values
+    }  # the same in all rows: checked
     return Part(
         inputs=as_inputs(deduplicated, device, moe=False, replay=False),
         places=torch.from_numpy(places.reshape(-1)).to(device),
         values=values,
-        shapes={index: rows[index].targets.shape for index in order},
+        shapes={index: rows[index].targets.shape for index in row_indices},
     )
 
 
 @torch.no_grad()
-def prompt_scores(
+def score_prompt(
     decoder: Base, adapters: Adapters | None, tokens: np.ndarray, top: int = 0, ops: Ops = TORCH_OPS
 ) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray] | None]:
     """Log-probabilities [P - 1] of all ``tokens`` [P] but the first, at temperature 1, and the ``top``
     likeliest at each place (ids, log-probabilities [P - 1, top], best first), by the forward of training."""
     num_inputs, device = len(tokens) - 1, decoder.device
     if not num_inputs:
-        none = np.zeros((0, top))
-        return np.zeros(0, np.float32), (none.astype(np.int32), none.astype(np.float32)) if top else None
+        no_values = np.zeros((0, top))
+        return np.zeros(0, np.float32), (
+            no_values.astype(np.int32),
+            no_values.astype(np.float32),
+        ) if top else None
     ids = torch.from_numpy(tokens.astype(np.int64)).to(device)
     attend = ops.attention((Segment(start=0, stop=num_inputs),))
     hidden, _ = decoder(ids[:-1], torch.arange(num_inputs, device=device), attend, adapters=adapters, ops=ops)

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError
 
 from ostinato.failure import NamedFailure
-from ostinato.files import remedy
+from ostinato.files import find_remedy
 from ostinato.inputs import parse_json
 from ostinato.run import atomic_folder
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:  # the newest step of a run is looked up before its threads ar
 
 logger = logging.getLogger(__name__)
 FORMAT = 1
-ASIDE = ".old"  # see `run.atomic_folder`
+ASIDE_SUFFIX = ".old"  # see `run.atomic_folder`
 MANIFEST, STATE, TENSORS = "manifest.json", "state.json", "tensors.safetensors"
 
 
@@ -61,36 +61,37 @@ class Checkpoint:
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint, *, keep: int = 2) -> Path:
-    """Write ``checkpoint`` into ``folder``, then delete all but the newest ``keep``. Returns its path.
+    """Clean ``folder`` up (``repair_folder``), write ``checkpoint`` into it, then delete all but the newest
+    ``keep``. Returns its path.
 
     The new folder appears under its name only when all of it is on the disk, and nothing is deleted before
     that: whenever the process or the disk fails, the last good checkpoint is still there.
 
     Raises:
-        CheckpointError: the disk is full, or the folder must not be written to.
+        CheckpointError: the checkpoint could not be written: the disk is full, or writing is not permitted.
     """
     path = folder / f"step-{checkpoint.step:08d}"
-    repair(folder)
+    repair_folder(folder)
     try:
         with atomic_folder(path) as temporary:
             _write(temporary, checkpoint)
     except (OSError, SafetensorError) as error:
-        saved = checkpoints(folder)
-        fallback = f"the last good one is {saved[-1]}" if saved else "there is no earlier one"
+        kept_paths = list_checkpoints(folder)
+        fallback = f"the last good one is {kept_paths[-1]}" if kept_paths else "there is no earlier one"
         raise CheckpointError(
-            f"checkpoint {path} could not be written ({error}); {remedy(error)}: {fallback}"
+            f"checkpoint {path} could not be written ({error}); {find_remedy(error)}: {fallback}"
         ) from error
-    for old in checkpoints(folder)[:-keep]:
-        _remove_checkpoint(old)
+    for path_to_remove in list_checkpoints(folder)[:-keep]:
+        _remove_checkpoint(path_to_remove)
     return path
 
 
-def repair(folder: Path) -> None:
+def repair_folder(folder: Path) -> None:
     """Clean up after a killed process: give a checkpoint that it had moved aside its name back, and remove
     what it had half written or half deleted. Only the holder of the run's lock may call it."""
-    for path in checkpoints(folder):
-        if path.suffix == ASIDE:
-            path.rename(folder / _name(path))
+    for path in list_checkpoints(folder):
+        if path.suffix == ASIDE_SUFFIX:
+            path.rename(folder / _strip_aside(path))
     for leftover in folder.glob(".step-*"):
         shutil.rmtree(leftover, ignore_errors=True)
 
@@ -99,14 +100,14 @@ def load_checkpoint(folder: Path, *, identity: Mapping[str, str]) -> Checkpoint 
     """The newest whole checkpoint in ``folder``; None when the folder has none at all.
 
     Damaged checkpoints are skipped with a warning. Nothing is written, and the run may continue
-    meanwhile: where it deletes a checkpoint that is being read, its newer ones are tried.
+    meanwhile: if it deletes a checkpoint that is being read, the newer ones are tried.
 
     Raises:
         CheckpointError: every checkpoint is damaged.
         ValueError: the checkpoint was made with another ``identity``.
     """
     while True:
-        paths, warnings = checkpoints(folder), list[str]()
+        paths, warnings = list_checkpoints(folder), list[str]()
         try:
             checkpoint = _load(folder, paths, identity, warnings.append)
         except (OSError, CheckpointError):
@@ -121,42 +122,44 @@ def load_checkpoint(folder: Path, *, identity: Mapping[str, str]) -> Checkpoint 
 
 
 def _load(
-    folder: Path, found: list[Path], identity: Mapping[str, str], warn: Callable[[str], None]
+    folder: Path, paths: list[Path], identity: Mapping[str, str], warn: Callable[[str], None]
 ) -> Checkpoint | None:
-    """The newest whole checkpoint among the paths ``found``, oldest first; ``warn`` gets a sentence for each
-    damaged one. Raises CheckpointError where all are damaged."""
-    for path in reversed(found):
+    """The newest whole checkpoint among ``paths``, which are oldest first; None without paths. ``warn`` gets
+    a sentence for each damaged one. Raises CheckpointError if all are damaged, and ValueError for another
+    ``identity``."""
+    for path in reversed(paths):
         if damage := find_damage(path):
             warn(f"checkpoint {path} is damaged ({damage}) and was skipped")
         else:
             return _read(path, identity)
-    if found:
-        raise CheckpointError(f"none of the {len(found)} checkpoints in {folder} is whole; start a new run")
+    if paths:
+        raise CheckpointError(f"none of the {len(paths)} checkpoints in {folder} is whole; start a new run")
     return None
 
 
-def checkpoints(folder: Path) -> list[Path]:
+def list_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints in ``folder`` by step, oldest first; `find_damage` says whether they are whole. One
     that `atomic_folder` has moved aside is included until its replacement appears."""
-    path_by_name = {_name(path): path for path in folder.glob(f".step-*{ASIDE}")}
+    path_by_name = {_strip_aside(path): path for path in folder.glob(f".step-*{ASIDE_SUFFIX}")}
     path_by_name |= {path.name: path for path in folder.glob("step-*") if path.is_dir()}
     return [path_by_name[name] for name in sorted(path_by_name)]
 
 
-def oldest_step(folder: Path) -> int:
-    """The step of the oldest checkpoint, the earliest from which a run may have to resume."""
-    return int(_name(checkpoints(folder)[0]).removeprefix("step-"))
+def find_oldest_step(folder: Path) -> int:
+    """The step of the oldest checkpoint, the earliest from which a run may have to resume. There must be
+    one."""
+    return int(_strip_aside(list_checkpoints(folder)[0]).removeprefix("step-"))
 
 
-def newest_step(folder: Path) -> int:
+def find_newest_step(folder: Path) -> int:
     """The step of the newest checkpoint, 0 without any."""
-    saved = checkpoints(folder)
-    return int(_name(saved[-1]).removeprefix("step-")) if saved else 0
+    paths = list_checkpoints(folder)
+    return int(_strip_aside(paths[-1]).removeprefix("step-")) if paths else 0
 
 
-def _name(path: Path) -> str:
+def _strip_aside(path: Path) -> str:
     """The name of a checkpoint at ``path``, which may have been moved aside."""
-    return path.name.removeprefix(".").removesuffix(ASIDE)
+    return path.name.removeprefix(".").removesuffix(ASIDE_SUFFIX)
 
 
 def find_damage(path: Path) -> str:
@@ -198,7 +201,7 @@ def _write(folder: Path, checkpoint: Checkpoint) -> None:
 
 
 def _read(path: Path, identity: Mapping[str, str]) -> Checkpoint:
-    """The whole checkpoint at ``path``. Raises ValueError where its identity is not ``identity``."""
+    """The checkpoint at ``path``, which is whole. Raises ValueError if its identity is not ``identity``."""
     state = parse_json((path / STATE).read_bytes(), surrogates=True)
     saved = state["identity"]
     for name in sorted(saved.keys() | identity.keys()):
@@ -226,7 +229,7 @@ def _hash_file(file: Path) -> str:
 
 
 def _remove_checkpoint(path: Path) -> None:
-    """Remove a checkpoint so that no half of one is ever found under its name."""
+    """Remove a checkpoint: it is moved to a hidden folder first, so that its name never holds half of it."""
     grave = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
     path.rename(grave / path.name)
     shutil.rmtree(grave)

@@ -21,7 +21,7 @@ from ostinato.types import Microbatch, Segment
 
 T = TypeVar("T")
 # fields of the targets, [R] each
-SCORED = ("targets", "behaviour", "advantages", "weights", "sample_idx", "old", "reference", "teacher")
+TARGET_FIELDS = ("targets", "behaviour", "advantages", "weights", "sample_idx", "old", "reference", "teacher")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -32,8 +32,8 @@ class Half:
     rows: Tensor
 
 
-def halves(part: Inputs) -> tuple[Half, Half] | None:
-    """Two halves with about equally many rows of answers; None for a single sequence."""
+def halve(part: Inputs) -> tuple[Half, Half] | None:
+    """Two halves with about equally many rows of answers; None if there is one sequence."""
     spans = sequence_spans(part.source)
     if len(spans) < 2:
         return None
@@ -49,7 +49,7 @@ def halves(part: Inputs) -> tuple[Half, Half] | None:
 
 
 def _take_half(part: Inputs, spans: np.ndarray, sequences: slice, targets: slice) -> Half:
-    """The half with the sequences at these ``spans`` [S, 4]; ``targets``: the slice of their targets."""
+    """The half with the ``sequences`` at these ``spans`` [S, 4]; ``targets``: the slice of their targets."""
     source = part.source
     is_taken = np.zeros(len(source.tokens), bool)
     for start, stop, prompt_start, prompt_stop in spans:
@@ -72,7 +72,7 @@ def _take_half(part: Inputs, spans: np.ndarray, sequences: slice, targets: slice
         )
         for s in reversed(segments)
     )
-    half_source = _taken(source, is_taken, new_row, new_segments, sequences, targets)
+    half_source = _take_microbatch(source, is_taken, new_row, new_segments, sequences, targets)
     rows = torch.from_numpy(np.flatnonzero(is_taken)).to(part.tokens.device)
     inputs = replace(
         part,
@@ -84,36 +84,36 @@ def _take_half(part: Inputs, spans: np.ndarray, sequences: slice, targets: slice
         carried=None if part.carried is None else part.carried[rows],
         routing=None if part.routing is None else part.routing[rows],
         counts=None if part.counts is None else part.counts[:, rows],
-        **{name: None if (x := getattr(part, name)) is None else x[targets] for name in SCORED},
+        **{name: None if (x := getattr(part, name)) is None else x[targets] for name in TARGET_FIELDS},
     )
     return Half(inputs=inputs, rows=rows)
 
 
-def _taken(
+def _take_microbatch(
     source: Microbatch,
-    wanted: np.ndarray,
-    place: np.ndarray,
+    is_taken: np.ndarray,
+    new_row: np.ndarray,
     segments: tuple[Segment, ...],
     sequences: slice,
-    scored: slice,
+    targets: slice,
 ) -> Microbatch:
-    """The microbatch of a half: its rows are ``wanted`` [T] bool, ``place`` [T + 1] their new indices."""
+    """The microbatch of a half: its rows are ``is_taken`` [T] bool, ``new_row`` [T + 1] their new indices."""
     names = ("targets", "logprobs", "advantages", "weights", "sample_idx", "staleness")
-    target_indices = np.arange(len(source.rows))[scored]
+    target_indices = np.arange(len(source.rows))[targets]
     return replace(
         source,
-        tokens=source.tokens[wanted],
-        positions=source.positions[wanted],
+        tokens=source.tokens[is_taken],
+        positions=source.positions[is_taken],
         segments=segments,
-        rows=place[source.rows[scored]].astype(source.rows.dtype),
+        rows=new_row[source.rows[targets]].astype(source.rows.dtype),
         uids=source.uids[sequences],
         support=None if source.support is None else source.support.take(target_indices),
-        experts=None if source.experts is None else source.experts[wanted],
-        **{name: getattr(source, name)[scored] for name in names},
+        experts=None if source.experts is None else source.experts[is_taken],
+        **{name: getattr(source, name)[targets] for name in names},
     )
 
 
-def whole_scores(parts: Sequence[tuple[Tensor, Scores]]) -> Scores:
+def merge_scores(parts: Sequence[tuple[Tensor, Scores]]) -> Scores:
     """Scores of the whole from the (rows, scores) of both halves."""
     return Scores(
         logprobs=_join_targets(parts, lambda scores: scores.logprobs),
@@ -124,7 +124,7 @@ def whole_scores(parts: Sequence[tuple[Tensor, Scores]]) -> Scores:
     )
 
 
-def whole_outcome(parts: Sequence[tuple[Tensor, Outcome]]) -> Outcome:
+def merge_outcomes(parts: Sequence[tuple[Tensor, Outcome]]) -> Outcome:
     """Outcome of the whole from the (rows, outcome) of both halves; losses and statistics are sums over
     tokens, and are added."""
     (_, first), (_, second) = parts
@@ -147,6 +147,7 @@ def whole_outcome(parts: Sequence[tuple[Tensor, Outcome]]) -> Outcome:
 def _join_targets(
     parts: Sequence[tuple[Tensor, T]], get_value: Callable[[T], Tensor | None]
 ) -> Tensor | None:
+    """Values by target of both halves, one after the other. None without values."""
     values = [x for _, result in parts if (x := get_value(result)) is not None]
     return torch.cat(values) if values else None
 
@@ -154,8 +155,8 @@ def _join_targets(
 def _merge_rows(
     parts: Sequence[tuple[Tensor, T]], get_value: Callable[[T], Tensor | None], dim: int
 ) -> Tensor | None:
-    """Values by row, put back at their rows of the whole along ``dim``; where both halves have the row of a
-    prompt, the second half's stays. None without values."""
+    """Values by row, written to their rows of the whole along ``dim``. If both halves have a row (of a
+    prompt), the value of the second half stays. None without values."""
     values_by_rows = [(rows, x) for rows, result in parts if (x := get_value(result)) is not None]
     if not values_by_rows:
         return None

@@ -35,7 +35,7 @@ class Inputs:
     old: Tensor | None = None  # [R] fp32
     reference: Tensor | None = None  # [R] fp32, of the base policy
     teacher: Tensor | None = None  # [R] fp32, of ``train.teacher``
-    counts: Tensor | None = None  # [3, T], gate.row_counts
+    counts: Tensor | None = None  # [3, T], gate.count_rows
 
     @property
     def work(self) -> Work:
@@ -47,40 +47,39 @@ def as_inputs(microbatch: Microbatch, device: torch.device, *, moe: bool, replay
     """The tensors of a microbatch on ``device``. Carried experts are kept with ``moe``, and replayed with
     ``replay`` as well."""
 
-    def tensor(array: np.ndarray, dtype: type) -> Tensor:
+    def make_tensor(array: np.ndarray, dtype: type) -> Tensor:
         return torch.from_numpy(array.astype(dtype)).to(device)
 
-    carried = tensor(microbatch.experts, np.int16) if moe and microbatch.experts is not None else None
+    carried = make_tensor(microbatch.experts, np.int16) if moe and microbatch.experts is not None else None
     return Inputs(
         source=microbatch,
-        tokens=tensor(microbatch.tokens, np.int64),
-        positions=tensor(microbatch.positions, np.int64),
+        tokens=make_tensor(microbatch.tokens, np.int64),
+        positions=make_tensor(microbatch.positions, np.int64),
         segments=microbatch.segments,
-        rows=tensor(microbatch.rows, np.int64),
-        targets=tensor(microbatch.targets, np.int64),
-        behaviour=tensor(microbatch.logprobs, np.float32),
-        advantages=tensor(microbatch.advantages, np.float32),
-        weights=tensor(microbatch.weights, np.float32),
-        sample_idx=tensor(microbatch.sample_idx, np.int64),
+        rows=make_tensor(microbatch.rows, np.int64),
+        targets=make_tensor(microbatch.targets, np.int64),
+        behaviour=make_tensor(microbatch.logprobs, np.float32),
+        advantages=make_tensor(microbatch.advantages, np.float32),
+        weights=make_tensor(microbatch.weights, np.float32),
+        sample_idx=make_tensor(microbatch.sample_idx, np.int64),
         carried=carried,
         routing=carried if replay else None,
     )
 
 
-def otherwise_packed(part: Inputs) -> Iterator[Inputs]:
-    """The sequences of ``part`` in their order, no prompt shared, in passes of about half as many rows.
-
-    Their ``rows`` and targets are in the same order as those of ``part``. For scoring only: they carry no
-    experts, and the fields that a loss needs are not adapted.
+def repack(part: Inputs) -> Iterator[Inputs]:
+    """Yield the sequences of ``part`` in their order, each with its own prompt, in passes of about half as
+    many rows. ``rows`` and targets are in the same order as those of ``part``. For scoring only: the results
+    carry no experts, and the fields that a loss needs are still those of ``part``.
     """
     spans = sequence_spans(part.source)
     lengths = spans[:, 1] - spans[:, 0] + spans[:, 3] - spans[:, 2]
-    firsts = np.flatnonzero(np.diff(part.source.sample_idx)) + 1
-    targets, support = np.split(part.source.rows, firsts), part.source.support
-    edges = np.concatenate(([0], firsts, [len(part.source.rows)]))
-    passes = (lengths.cumsum() - lengths) // max(1, len(part.tokens) // 2)
-    for sequences in np.split(np.arange(len(spans)), np.flatnonzero(np.diff(passes)) + 1):
-        bounds = np.concatenate(([0], lengths[sequences].cumsum())).tolist()
+    sequence_starts = np.flatnonzero(np.diff(part.source.sample_idx)) + 1
+    targets, support = np.split(part.source.rows, sequence_starts), part.source.support
+    edges = np.concatenate(([0], sequence_starts, [len(part.source.rows)]))
+    pass_of_sequence = (lengths.cumsum() - lengths) // max(1, len(part.tokens) // 2)
+    for sequences in np.split(np.arange(len(spans)), np.flatnonzero(np.diff(pass_of_sequence)) + 1):
+        row_bounds = np.concatenate(([0], lengths[sequences].cumsum())).tolist()
         source_rows = np.concatenate(
             [
                 np.r_[prompt_start:prompt_stop, start:stop]
@@ -88,8 +87,8 @@ def otherwise_packed(part: Inputs) -> Iterator[Inputs]:
             ]
         )
         rows = [
-            offset + places(targets[sequence], spans[sequence])
-            for sequence, offset in zip(sequences, bounds[:-1], strict=True)
+            offset + locate_in_sequence(targets[sequence], spans[sequence])
+            for sequence, offset in zip(sequences, row_bounds[:-1], strict=True)
         ]
         target_span = slice(edges[sequences[0]], edges[sequences[-1] + 1])
         yield replace(
@@ -99,7 +98,7 @@ def otherwise_packed(part: Inputs) -> Iterator[Inputs]:
             ),
             tokens=part.tokens[source_rows],
             positions=part.positions[source_rows],
-            segments=tuple(Segment(start=start, stop=stop) for start, stop in pairwise(bounds)),
+            segments=tuple(Segment(start=start, stop=stop) for start, stop in pairwise(row_bounds)),
             rows=torch.from_numpy(np.concatenate(rows)).to(part.rows),
             targets=part.targets[target_span],
             carried=None,
@@ -107,7 +106,7 @@ def otherwise_packed(part: Inputs) -> Iterator[Inputs]:
         )
 
 
-def places(rows: np.ndarray, span: np.ndarray) -> np.ndarray:
+def locate_in_sequence(rows: np.ndarray, span: np.ndarray) -> np.ndarray:
     """Positions of rows of a microbatch in their sequence: the shared prompt first, then its own rows."""
     start, _, prompt_start, prompt_stop = span
     return np.where(rows < start, rows - prompt_start, rows - start + prompt_stop - prompt_start)

@@ -21,11 +21,11 @@ from ostinato.parallel.fingerprint import parameter_shapes, sharded_fingerprint
 from ostinato.parallel.fsdp import Pieces
 from ostinato.parallel.layout import Layout
 from ostinato.parallel.leaves import ShardedLeaves
-from ostinato.parallel.placement import contiguous, owner_of, slots
+from ostinato.parallel.placement import number_slots, owner_of, place_contiguously
 from ostinato.parallel.rows import number_experts, sequence_ops
 from ostinato.parallel.shares import Placement
 from ostinato.train.leaves import trained_parameters
-from ostinato.train.passes import Backend, reference_of
+from ostinato.train.passes import Backend, copy_reference
 from ostinato.train.sharded import ShardedPasses
 from ostinato.train.trainer import PolicyTrainer
 
@@ -43,39 +43,45 @@ def sharded_trainer(
     mirror: Decoder | None = None,
     **options: Any,
 ) -> PolicyTrainer:
-    """The trainer of one rank. All ranks make theirs together, and make the same calls together from then on.
+    """Build the trainer of one rank. All ranks build theirs together, since the weights are cut and the
+    fingerprint is computed together, and make the same calls together from then on. Resets the traffic
+    counts.
 
     decoders: the chunks that this rank keeps (``shares.shares_of``), unsharded over f: with f in the layout
     they are sharded here, and recompute is on. adapters: of all their layers (``pieces.own_adapters``), or
     None to train the decoders' parameters. placement: which rank keeps which experts, None for contiguous
     ones. mirror: see ``passes.Backend``; on the first rank. settings, options: those of ``PolicyTrainer``.
 
-    Raises ValueError for a rank that would have nothing to train, and as ``PolicyTrainer`` does.
+    Raises ValueError for a rank without anything to train, and as ``PolicyTrainer`` does.
     """
     layout, config, links = mesh.layout, decoders[0].config, Collectives(mesh)
     pieces = _cut_matrices(decoders, links) if layout.shard > 1 else None
-    named = _named(decoders, adapters, mesh)
+    leaf_by_name = _collect_leaves(decoders, adapters, mesh)
     for decoder in decoders:
-        number_experts(decoder, None if placement is None else torch.from_numpy(slots(owner_of(placement))))
+        number_experts(
+            decoder, None if placement is None else torch.from_numpy(number_slots(owner_of(placement)))
+        )
     passes = ShardedPasses(
         mesh,
         links,
         decoders,
         adapters,
-        reference=reference_of(adapters, algorithm),
+        reference=copy_reference(adapters, algorithm),
         ops=sequence_ops(ops, links, rows=_make_expert_parallel(layout, links), pieces=pieces),
         temperature=temperature,
         recompute=settings.recompute or pieces is not None,
         entropy_grad=algorithm.needs_entropy,
     )
-    shapes = _shapes(config, None if adapters is None else adapters.spec)
-    leaves = ShardedLeaves(mesh, links, config, named, shapes, pieces=pieces, placement=placement)
-    base = ""  # unused where all parameters are trained; else computed once, by all ranks together
+    shapes = _list_shapes(config, None if adapters is None else adapters.spec)
+    leaves = ShardedLeaves(mesh, links, config, leaf_by_name, shapes, pieces=pieces, placement=placement)
+    base_fingerprint = ""  # not used if all parameters are trained
     if adapters is not None:
-        base = sharded_fingerprint(mesh, links, decoders, pieces=pieces, placement=placement)
+        base_fingerprint = sharded_fingerprint(mesh, links, decoders, pieces=pieces, placement=placement)
     links.traffic.take()  # the first step reports only its own traffic
-    owner = _owner(layout.expert, config, placement)
-    backend = Backend(passes=passes, leaves=leaves, fingerprint=lambda: base, owner=owner, mirror=mirror)
+    owner = _find_owner(layout.expert, config, placement)
+    backend = Backend(
+        passes=passes, leaves=leaves, fingerprint=lambda: base_fingerprint, owner=owner, mirror=mirror
+    )
     return PolicyTrainer(
         decoders[0],
         adapters,
@@ -103,21 +109,23 @@ def _make_expert_parallel(layout: Layout, links: Collectives) -> ExpertParallel 
     return ExpertParallel(links=links, tensor=layout.expert_tensor)
 
 
-def _named(decoders: Sequence[Decoder], adapters: Adapters | None, mesh: Mesh) -> Mapping[str, Tensor]:
+def _collect_leaves(
+    decoders: Sequence[Decoder], adapters: Adapters | None, mesh: Mesh
+) -> Mapping[str, Tensor]:
     """The leaves of this rank, over all its chunks. Raises ValueError where there are none."""
-    named: dict[str, Tensor] = {}
+    leaf_by_name: dict[str, Tensor] = {}
     for decoder in decoders:
-        named |= trained_parameters(decoder, adapters)
-    if not named:
+        leaf_by_name |= trained_parameters(decoder, adapters)
+    if not leaf_by_name:
         raise ValueError(
             f"layout {mesh.layout} leaves rank {mesh.rank} nothing to train in layers "
             f"{decoders[0].share.layers[0]} to {decoders[-1].share.layers[-1]}; use fewer stages, or more "
             "adapter.targets"
         )
-    return named
+    return leaf_by_name
 
 
-def _shapes(config: ModelConfig, spec: AdapterSpec | None) -> dict[str, tuple[int, ...]]:
+def _list_shapes(config: ModelConfig, spec: AdapterSpec | None) -> dict[str, tuple[int, ...]]:
     """The shapes of all leaves of the whole model, by name."""
     if spec is None:
         return {
@@ -132,10 +140,10 @@ def _shapes(config: ModelConfig, spec: AdapterSpec | None) -> dict[str, tuple[in
     }
 
 
-def _owner(ranks: int, config: ModelConfig, placement: Placement | None) -> Any:
+def _find_owner(ranks: int, config: ModelConfig, placement: Placement | None) -> Any:
     """The expert rank [L, E] that keeps each expert; None without a mixture, or on one expert rank."""
     if config.moe is None or ranks == 1:
         return None
     if placement is not None:
         return owner_of(placement)
-    return contiguous(len(config.moe.layers), config.moe.num_experts, ranks)
+    return place_contiguously(len(config.moe.layers), config.moe.num_experts, ranks)

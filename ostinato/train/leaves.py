@@ -55,29 +55,30 @@ class WholeLeaves:
 
 
 def trained_parameters(decoder: Base, adapters: Adapters | None) -> dict[str, Tensor]:
-    """The leaves that a trainer updates, by name. Raises ValueError if they are not what was requested."""
+    """The leaves that a trainer updates, by name. Raises ValueError if the decoder is trainable beside
+    ``adapters``, and without adapters if it is not trainable or stored in less than fp32."""
     if adapters is not None:
         if any(parameter.requires_grad for parameter in decoder.parameters()):
             raise ValueError(
                 "the decoder is trainable beside its adapters; call decoder.trainable(False) or pass none"
             )
         return adapters.leaves()
-    named: dict[str, Tensor] = {
+    leaf_by_name: dict[str, Tensor] = {
         name: parameter for name, parameter in decoder.named_parameters() if parameter.requires_grad
     }
-    if not named:
+    if not leaf_by_name:
         raise ValueError("nothing is trainable; pass adapters or call decoder.trainable(True)")
     if decoder.dtype.itemsize < 4:
         raise ValueError(
             f"model.dtype is {decoder.dtype}, in which small updates of full-parameter training "
             "round away; use float32 or train an adapter"
         )
-    return named
+    return leaf_by_name
 
 
 def state_tensors(leaves: Leaves, optimizer: AdamW) -> dict[str, Tensor]:
-    """Parameters and moments of the whole model, not copied where they are local; none on ranks other than
-    the one that drives the run."""
+    """Parameters and moments of the whole model, by name; in one process they are not copied. On many ranks
+    all call it together, and ranks other than the one that drives the run get none."""
     parameters = leaves.whole({name: leaf.detach() for name, leaf in leaves.named.items()})
     saved_tensors = {f"parameters.{name}": parameter for name, parameter in parameters.items()}
     state = optimizer_tensors(optimizer, leaves.named)
@@ -91,20 +92,21 @@ def state_tensors(leaves: Leaves, optimizer: AdamW) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_state_tensors(leaves: Leaves, optimizer: AdamW, tensors: Mapping[str, Tensor]) -> None:
-    """The inverse of ``state_tensors``, under any layout. Raises ValueError naming the first parameter that
-    is missing, unknown or of another shape, before anything is changed."""
-    saved, shapes = _select_prefix("parameters.", tensors), leaves.shapes
-    for name in sorted(saved.keys() | shapes.keys()):
-        have = tuple(saved[name].shape) if name in saved else "nothing"
-        want = shapes.get(name, "nothing")
-        if have != want:
+    """The inverse of ``state_tensors``, under any layout; a parameter without saved moments starts from zero.
+    Raises ValueError naming the first parameter that is missing, unknown or of another shape, before anything
+    is changed."""
+    saved_parameters, shapes = _select_prefix("parameters.", tensors), leaves.shapes
+    for name in sorted(saved_parameters.keys() | shapes.keys()):
+        saved_shape = tuple(saved_parameters[name].shape) if name in saved_parameters else "nothing"
+        own_shape = shapes.get(name, "nothing")
+        if saved_shape != own_shape:
             raise ValueError(
-                f"the checkpoint has {have} for parameter {name}, this run trains {want}; "
+                f"the checkpoint has {saved_shape} for parameter {name}, this run trains {own_shape}; "
                 "resume with the recipe that it was made with"
             )
     moments, local_moments = _select_prefix("optimizer.", tensors), {}
     for name, parameter in leaves.named.items():
-        parameter.copy_(leaves.own(name, saved[name]))
+        parameter.copy_(leaves.own(name, saved_parameters[name]))
         keys = {f"{name}.{moment}" for moment in MOMENTS} & moments.keys()
         local_moments |= {key: leaves.own(name, moments[key]) for key in keys}
     load_optimizer_tensors(optimizer, leaves.named, local_moments)

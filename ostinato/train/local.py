@@ -16,15 +16,15 @@ from ostinato.algo.logprobs import chunked_logprobs, linear_logprobs
 from ostinato.model.base import Base
 from ostinato.model.lora import Adapters, Factors, Prepared
 from ostinato.model.ops import Ops
-from ostinato.train.halve import halves, whole_outcome, whole_scores
+from ostinato.train.halve import halve, merge_outcomes, merge_scores
 from ostinato.train.inputs import Inputs
 from ostinato.train.passes import (
     Objective,
     Outcome,
     ScoreOptions,
     Scores,
+    choose_head_products,
     compare_routing,
-    head_products,
     watch_routers,
 )
 
@@ -35,7 +35,7 @@ T = TypeVar("T", Outcome, Scores)
 class LocalPasses:
     """``train.passes.Passes`` of one process. ``entropy_grad``: the loss needs the entropy's gradient.
     ``reference``: adapters of the reference policy; None: the base.
-    ``splits``: a microbatch that does not fit the device is computed by halves, as its objective allows."""
+    ``splits``: a microbatch that does not fit the device is computed by halves, whose losses are added."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class LocalPasses:
         self._decoder, self._adapters, self._ops = decoder, adapters, ops
         self._temperature, self._recompute, self._entropy_grad = temperature, recompute, entropy_grad
         self._splits, self._is_adding, self._reference = splits, False, reference
-        self._too_large, self._halved = sys.maxsize, 0
+        self._too_large_rows, self._num_halved = sys.maxsize, 0
         self.progress = 0.0
 
     def train(self, parts: Sequence[Inputs], objective: Objective, scale: float) -> list[Outcome]:
@@ -60,9 +60,9 @@ class LocalPasses:
         factors = Factors(self._adapters, self._decoder.dtype) if self._adapters else None
 
         def work(part: Inputs) -> Outcome:
-            return self._trained(part, objective, scale, factors)
+            return self._train_part(part, objective, scale, factors)
 
-        outcomes = [self._run_within_memory(part, work, whole_outcome, factors) for part in parts]
+        outcomes = [self._run_within_memory(part, work, merge_outcomes, factors) for part in parts]
         if factors:
             factors.backward()
         return outcomes
@@ -74,31 +74,31 @@ class LocalPasses:
             prepared = adapters.prepare(self._decoder.dtype) if adapters else None
 
         def work(part: Inputs) -> Scores:
-            return self._scored(part, options, prepared)
+            return self._score_part(part, options, prepared)
 
-        return [self._run_within_memory(part, work, whole_scores) for part in parts]
+        return [self._run_within_memory(part, work, merge_scores) for part in parts]
 
     def metrics(self) -> dict[str, float]:
-        """``halved_microbatches``: the number, since the last call, that the device was too small for; empty
-        without any."""
-        halved, self._halved = self._halved, 0
+        """``halved_microbatches``: how often since the last call the device was too small and a part was
+        halved; empty if it never was. The count starts again."""
+        halved, self._num_halved = self._num_halved, 0
         return {"halved_microbatches": float(halved)} if halved else {}
 
     def _run_within_memory(
         self,
         part: Inputs,
         work: Callable[[Inputs], T],
-        whole: Callable[[Sequence[tuple[Tensor, T]]], T],
+        merge: Callable[[Sequence[tuple[Tensor, T]]], T],
         factors: Factors | None = None,
     ) -> T:
-        """The result of ``work`` for the part; by halves where the device is too small for it, or was for a
-        part that was no larger.
+        """The result of ``work`` for the part. If the device is too small for it, or was too small for a part
+        that was no larger, it is computed by halves, with a warning, and ``merge`` joins their results.
 
-        Raises torch's error for a sequence alone, for an objective of the whole, and in a backward that adds
-        to the gradients of a model's own parameters.
+        Raises torch's error for a single sequence, without ``splits``, and in a backward that adds to the
+        gradients of a model's own parameters.
         """
-        pair = halves(part) if len(part.tokens) >= self._too_large else None
-        if pair is None:
+        both_halves = halve(part) if len(part.tokens) >= self._too_large_rows else None
+        if both_halves is None:
             try:
                 return work(part)
             except torch.OutOfMemoryError:
@@ -107,22 +107,24 @@ class LocalPasses:
                     raise
                 if factors:
                     factors.drop()
-            # after the except clause the error, whose frames held the activations, is freed
+            # here the error is freed, whose frames held the activations: not yet in the except clause
             gc.collect()
             torch.cuda.empty_cache()
-            self._too_large = len(part.tokens)
-            pair = halves(part)
-            assert pair is not None
+            self._too_large_rows = len(part.tokens)
+            both_halves = halve(part)
+            assert both_halves is not None
             logger.warning(
                 f"the device is full: a microbatch of {len(part.tokens)} rows is computed by halves; lower "
                 "trainer.tokens_per_microbatch, or set trainer.recompute=true"
             )
-        self._halved += 1
-        return whole(
-            [(half.rows, self._run_within_memory(half.inputs, work, whole, factors)) for half in pair]
+        self._num_halved += 1
+        return merge(
+            [(half.rows, self._run_within_memory(half.inputs, work, merge, factors)) for half in both_halves]
         )
 
-    def _trained(self, part: Inputs, objective: Objective, scale: float, factors: Factors | None) -> Outcome:
+    def _train_part(
+        self, part: Inputs, objective: Objective, scale: float, factors: Factors | None
+    ) -> Outcome:
         """Forward and backward of a microbatch; its graph is freed on return."""
         self.progress += 1
         self._is_adding = False
@@ -130,14 +132,14 @@ class LocalPasses:
         logprobs, entropy = self.logprobs(hidden, part, want_entropy=True)
         scores = Scores(logprobs=logprobs, entropy=entropy, counts=compare_routing(part, native))
         outcome = objective(part, scores)
-        self._is_adding = factors is None  # to gradients that are there, which cannot be undone
+        self._is_adding = factors is None  # what a failed backward has added to gradients cannot be undone
         (outcome.loss * scale).backward()
         self._is_adding = False
         if factors:
             factors.add()
         return outcome.detach()
 
-    def _scored(self, part: Inputs, options: ScoreOptions, prepared: Prepared | None) -> Scores:
+    def _score_part(self, part: Inputs, options: ScoreOptions, prepared: Prepared | None) -> Scores:
         """Forward of a microbatch alone, with what ``options`` asks for."""
         self.progress += 1
         margins_by_layer: list[Tensor] = []
@@ -146,7 +148,7 @@ class LocalPasses:
             hidden, native = self.forward(part, prepared, ops)
         logprobs = None
         if options.logprobs:
-            with torch.no_grad():  # detached, else the head would compute the gradients of the states
+            with torch.no_grad():  # else the head would compute the gradients of the states
                 logprobs, _ = self.logprobs(hidden.detach(), part, want_entropy=False)
         return Scores(
             logprobs=logprobs,
@@ -170,8 +172,8 @@ class LocalPasses:
             ops=ops or self._ops,
             recompute=self._recompute and torch.is_grad_enabled(),
         )
-        # not hidden[rows]: the first tokens of siblings share a row, and the backward of indexing sums such
-        # rows with atomics, in no fixed order; that of index_select sums in the order of rows
+        # Not hidden[rows]: the first tokens of siblings share a row. The backward of indexing sums such rows
+        # with atomics, in no fixed order; that of index_select sums in the order of rows.
         return hidden.index_select(0, part.rows), native
 
     def logprobs(self, hidden: Tensor, part: Inputs, *, want_entropy: bool) -> tuple[Tensor, Tensor]:
@@ -185,6 +187,6 @@ class LocalPasses:
         if head is None or head.requires_grad:
             return chunked_logprobs(hidden, part.targets, self._decoder.logits, **options)
         options["entropy_grad"] = want_entropy and self._entropy_grad
-        options["matmul_nt"], options["matmul_nn"] = head_products(self._decoder, self._ops)
+        options["matmul_nt"], options["matmul_nn"] = choose_head_products(self._decoder, self._ops)
         options["score"], options["head"] = self._ops.score, self._ops.head
         return linear_logprobs(hidden, head, part.targets, **options)

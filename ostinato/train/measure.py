@@ -19,8 +19,8 @@ import torch
 from ostinato.algo.routing import sequence_spans
 from ostinato.model.flops import Work
 from ostinato.observe.mismatch import DIRECTION, arm, pearson, routers
-from ostinato.train.gate import coverage
-from ostinato.train.inputs import Inputs, otherwise_packed
+from ostinato.train.gate import measure_coverage
+from ostinato.train.inputs import Inputs, repack
 from ostinato.train.passes import Passes, ScoreOptions, Scores
 from ostinato.types import Microbatch
 
@@ -39,14 +39,15 @@ class Scored:
 
 
 def score_parts(passes: Passes, parts: Sequence[Inputs], *, floor: bool, replay: bool) -> list[Scored]:
-    """Score microbatches in up to three ways, by the same forward as in training (``ScoreOptions``)."""
+    """Score microbatches natively, with ``replay`` also with the experts that they carry, and with ``floor``
+    natively in another packing, by the same forward as in training (``ScoreOptions``)."""
     natively = [replace(part, routing=None) for part in parts]
     native = passes.score(natively, ScoreOptions(native=True, margins=True))
     replayable = [
         replace(part, routing=part.carried) for part in parts if replay and part.carried is not None
     ]
     replayed = iter(passes.score(replayable, ScoreOptions()))
-    packed = [[*otherwise_packed(part)] if floor else [] for part in parts]
+    packed = [[*repack(part)] if floor else [] for part in parts]
     repacked_scores = iter(passes.score([*chain(*packed)], ScoreOptions()))
     results = []
     for part, native_scores, pieces in zip(parts, native, packed, strict=True):
@@ -72,26 +73,27 @@ def _join_logprobs(scores: Sequence[Scores]) -> np.ndarray:
 
 def mismatch_row(scored: Sequence[Scored], layers: Sequence[int]) -> dict[str, Any]:
     """The metrics of a batch: arms, routers, versions, coverage, size of the routes. ``layers``: the indices
-    of the decoder's MoE layers. An arm is present only if all microbatches have it."""
+    of the decoder's MoE layers. An arm is present only if all microbatches have it, and "routers" is None
+    without known routes."""
     sources = [entry.source for entry in scored]
     behaviour = np.concatenate([source.logprobs for source in sources]).astype(np.float64)
-    owner = np.concatenate([source.sample_idx for source in sources])
+    sample_idx = np.concatenate([source.sample_idx for source in sources])
     staleness = np.concatenate([source.staleness for source in sources])
     native = np.concatenate([entry.native for entry in scored]).astype(np.float64)
-    prompts = _prompts(sources)
+    prompts = _index_prompts(sources)
 
     def compare(ours: np.ndarray, theirs: np.ndarray) -> dict[str, Any]:
-        return arm(ours - theirs, owner, clusters=prompts) | {"pearson": pearson(ours, theirs)}
+        return arm(ours - theirs, sample_idx, clusters=prompts) | {"pearson": pearson(ours, theirs)}
 
     arms = {"native": compare(native, behaviour)}
-    replayed = [entry.replay for entry in scored if entry.replay is not None]
-    floor = [entry.floor for entry in scored if entry.floor is not None]
-    if len(replayed) == len(scored):
-        arms["replay"] = compare(np.concatenate(replayed), behaviour)
-    if len(floor) == len(scored):
-        arms["floor"] = compare(np.concatenate(floor), native)
+    replay_logprobs = [entry.replay for entry in scored if entry.replay is not None]
+    floor_logprobs = [entry.floor for entry in scored if entry.floor is not None]
+    if len(replay_logprobs) == len(scored):
+        arms["replay"] = compare(np.concatenate(replay_logprobs), behaviour)
+    if len(floor_logprobs) == len(scored):
+        arms["floor"] = compare(np.concatenate(floor_logprobs), native)
     routes = [source.experts for source in sources if source.experts is not None]
-    rows, share = sum(len(source.tokens) for source in sources), coverage(sources)
+    rows, share = sum(len(source.tokens) for source in sources), measure_coverage(sources)
     return {
         "direction": DIRECTION,
         "arms": arms,
@@ -102,18 +104,18 @@ def mismatch_row(scored: Sequence[Scored], layers: Sequence[int]) -> dict[str, A
     }
 
 
-def _prompts(sources: Sequence[Microbatch]) -> np.ndarray:
+def _index_prompts(sources: Sequence[Microbatch]) -> np.ndarray:
     """Index [R] of each token's prompt, by which ``arm`` clusters: answers to one prompt are not independent.
     Uids are "prompt#sample"; a sample without a prompt gets its own index."""
     prompts = []
     for source in sources:
-        firsts = np.append(0, np.flatnonzero(np.diff(source.sample_idx)) + 1)
+        first_targets = np.append(0, np.flatnonzero(np.diff(source.sample_idx)) + 1)
         sample_prompts = [
             uid.rpartition("#")[0] or f"#{index}"
-            for uid, index in zip(source.uids, source.sample_idx[firsts], strict=True)
+            for uid, index in zip(source.uids, source.sample_idx[first_targets], strict=True)
         ]
         prompts.append(
-            np.repeat(np.array(sample_prompts), np.diff(np.append(firsts, len(source.sample_idx))))
+            np.repeat(np.array(sample_prompts), np.diff(np.append(first_targets, len(source.sample_idx))))
         )
     return np.unique(np.concatenate(prompts), return_inverse=True)[1]
 

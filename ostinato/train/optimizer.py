@@ -28,8 +28,8 @@ def lr_factor(settings: TrainerSection, step: int) -> float:
         return (step + 1) / settings.warmup_steps
     if settings.schedule == "constant":
         return 1.0
-    span = settings.steps - settings.warmup_steps
-    progress = min(1.0, (step - settings.warmup_steps) / span)
+    num_falling_steps = settings.steps - settings.warmup_steps
+    progress = min(1.0, (step - settings.warmup_steps) / num_falling_steps)
     return 1.0 - progress if settings.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
@@ -55,19 +55,19 @@ class AdamW:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Update the parameters that have a gradient."""
+        """Update the parameters that have a gradient; one that has no moments yet gets zeros first."""
         for group in self.param_groups:
             leaves = [leaf for leaf in group["params"] if leaf.grad is not None]
             if not leaves:
                 continue
             states = [self._ensure_state(leaf) for leaf in leaves]
-            first, second, steps = ([state[moment] for state in states] for moment in MOMENTS)
+            first_moments, second_moments, steps = ([state[moment] for state in states] for moment in MOMENTS)
             torch._foreach_add_(steps, 1)  # pyright: ignore[reportPrivateImportUsage]
             torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
                 leaves,
                 [leaf.grad for leaf in leaves],
-                first,
-                second,
+                first_moments,
+                second_moments,
                 [],
                 steps,
                 lr=group["lr"],
@@ -80,7 +80,7 @@ class AdamW:
             )
 
     def _ensure_state(self, leaf: Tensor) -> dict[str, Tensor]:
-        """The moments of a leaf, zeros before its first step."""
+        """The moments of a leaf; made of zeros, and stored, before its first step."""
         if leaf not in self.state:
             step = torch.zeros((), dtype=torch.float32, device=leaf.device)
             self.state[leaf] = {name: torch.zeros_like(leaf) for name in MOMENTS[:2]} | {"step": step}
@@ -92,7 +92,8 @@ def build_optimizer(
     settings: TrainerSection,
     is_vector: Callable[[Tensor], bool] = _is_vector,
 ) -> AdamW:
-    """AdamW over ``parameters``, matrices with decay and vectors without, in one fused kernel per group."""
+    """AdamW over ``parameters``, matrices with decay and vectors without, in one fused kernel for each of
+    these groups; an empty group is left out."""
     parameters = list(parameters)
     matrices = [parameter for parameter in parameters if not is_vector(parameter)]
     vectors = [parameter for parameter in parameters if is_vector(parameter)]
@@ -133,7 +134,8 @@ def optimizer_tensors(optimizer: AdamW, named: Mapping[str, Tensor]) -> dict[str
 def load_optimizer_tensors(
     optimizer: AdamW, named: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
 ) -> None:
-    """Restore, bit for bit, what `optimizer_tensors` returned. A parameter without state starts from zero."""
+    """Restore, bit for bit, copies of what ``optimizer_tensors`` returned. A parameter without a state there
+    loses its own, and starts from zero."""
     for name, parameter in named.items():
         if f"{name}.step" in tensors:
             optimizer.state[parameter] = {

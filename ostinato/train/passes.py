@@ -23,7 +23,7 @@ from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters
 from ostinato.model.moe import routing_margins
 from ostinato.model.ops import TORCH_OPS, Ops
-from ostinato.train.gate import row_counts
+from ostinato.train.gate import count_rows
 from ostinato.train.inputs import Inputs
 from ostinato.train.leaves import Leaves
 
@@ -34,14 +34,14 @@ class Scores:
 
     logprobs: Tensor | None  # [R] of the targets
     entropy: Tensor | None = None  # [R] of their distributions; in training only
-    counts: Tensor | None = None  # [3, T] gate.row_counts, where the batch carries experts
+    counts: Tensor | None = None  # [3, T] gate.count_rows, where the batch carries experts
     native: Tensor | None = None  # [T, L_moe, K], the experts that the model itself chooses
     margins: Tensor | None = None  # [T, L_moe], model.moe.margins
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Outcome:
-    """The loss of a microbatch, and sums of measurements over its tokens, these without gradient."""
+    """The loss of a microbatch, and sums of measurements over its tokens without gradients."""
 
     loss: Tensor  # with a gradient until its backward is done
     stats: Mapping[str, Tensor]
@@ -103,30 +103,30 @@ class Backend:
     mirror: Decoder | None = None  # where all parameters are trained: a whole model for samplers
 
 
-def reference_of(adapters: Adapters | None, algorithm: Algorithm) -> Adapters | None:
-    """A copy of the adapters that a run begins with, where its KL is measured from them."""
+def copy_reference(adapters: Adapters | None, algorithm: Algorithm) -> Adapters | None:
+    """A copy of the adapters if the KL of the run is measured from its start; else None."""
     is_start = algorithm.needs_reference and algorithm.kl_reference is Reference.START
     return adapters.detach_copy() if adapters is not None and is_start else None
 
 
 def compare_routing(part: Inputs, native: Tensor | None) -> Tensor | None:
-    """``row_counts`` of carried experts against native ones; None where there is nothing to compare."""
-    return None if native is None or part.carried is None else row_counts(native, part.carried)
+    """``count_rows`` of carried experts against native ones; None where there is nothing to compare."""
+    return None if native is None or part.carried is None else count_rows(native, part.carried)
 
 
-def watch_routers(ops: Ops, into: list[Tensor]) -> Ops:
-    """``ops`` whose ``route`` also appends the margins [T] of every MoE layer in the pass to ``into``."""
+def watch_routers(ops: Ops, margins_by_layer: list[Tensor]) -> Ops:
+    """``ops`` whose ``route`` also appends the margins [T] of every MoE layer to ``margins_by_layer``."""
 
     def route(
         logits: Tensor, moe: MoEConfig, bias: Tensor | None = None, routing: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        into.append(routing_margins(logits.detach(), moe, bias))
+        margins_by_layer.append(routing_margins(logits.detach(), moe, bias))
         return ops.route(logits, moe, bias, routing)
 
     return replace(ops, route=route)
 
 
-def head_products(decoder: Base, ops: Ops) -> tuple[Matmul, Matmul] | tuple[None, None]:
+def choose_head_products(decoder: Base, ops: Ops) -> tuple[Matmul, Matmul] | tuple[None, None]:
     """The two products of `linear_logprobs` for a frozen head, with logits as in ``Decoder.logits``.
 
     (None, None) means both in fp32, the weight cast once: what torch can do on a CPU for an FP32 head over
@@ -141,26 +141,27 @@ def head_products(decoder: Base, ops: Ops) -> tuple[Matmul, Matmul] | tuple[None
         return None, None
     out_dtype = torch.float32 if decoder.fp32_head else None
 
-    def logits(hidden_nD: Tensor, head_VD: Tensor) -> Tensor:
+    def multiply_logits(hidden_nD: Tensor, head_VD: Tensor) -> Tensor:
         return ops.gemm.nt(hidden_nD, head_VD, None, out_dtype)
 
-    def slopes(logit_slopes_nV: Tensor, head_VD: Tensor) -> Tensor:
+    def multiply_slopes(logit_slopes_nV: Tensor, head_VD: Tensor) -> Tensor:
         return ops.gemm.nn(logit_slopes_nV.to(decoder.dtype), head_VD)
 
-    return logits, slopes
+    return multiply_logits, multiply_slopes
 
 
 def batch_objective(algorithm: Algorithm, num_samples: int) -> Objective:
     """The objective for microbatches of a batch of ``num_samples``. A decoupled algorithm anchors its ratio
-    at the old policy and corrects for the mismatch of old and behaviour; others anchor it at behaviour."""
+    at the old policy (without ``old``, the one that is trained) and corrects for the mismatch of old and
+    behaviour; others anchor it at behaviour."""
 
     def objective(part: Inputs, scores: Scores) -> Outcome:
         logprobs, entropy, weights = scores.logprobs, scores.entropy, None
         assert logprobs is not None and entropy is not None
-        old = logprobs.detach() if part.old is None else part.old
-        if algorithm.decoupled:
+        old_logprobs = logprobs.detach() if part.old is None else part.old
+        if algorithm.is_decoupled:
             weights = importance_weights(
-                old - part.behaviour,
+                old_logprobs - part.behaviour,
                 part.sample_idx,
                 num_samples,
                 algorithm.correction,
@@ -170,7 +171,7 @@ def batch_objective(algorithm: Algorithm, num_samples: int) -> Objective:
         terms = policy_loss(
             algorithm,
             logprobs,
-            old if algorithm.decoupled else part.behaviour,
+            old_logprobs if algorithm.is_decoupled else part.behaviour,
             part.advantages,
             part.weights,
             part.sample_idx,
@@ -183,7 +184,7 @@ def batch_objective(algorithm: Algorithm, num_samples: int) -> Objective:
         return Outcome(
             loss=terms.total,
             stats={"entropy": entropy.detach().sum(), **terms.stats},
-            mismatch=mismatch(old, part.behaviour, correction=weights),
+            mismatch=mismatch(old_logprobs, part.behaviour, correction=weights),
             counts=scores.counts,
         )
 

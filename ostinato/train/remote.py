@@ -51,7 +51,8 @@ class TrainerServer:
         return self._trainer.progress
 
     def step(self, batch: Batch) -> Stepped:
-        """Train on ``batch``; the report with the adapters and the state after it."""
+        """Train on ``batch``. Returns the report with the adapters and the state after the step, and its
+        time."""
         start = time.time()
         report = self._trainer.step(batch)
         span = Span(
@@ -76,16 +77,16 @@ class TrainerServer:
 
 
 class TrainerLink:
-    """A ``train.PolicyTrainer`` in ``worker``; ``within_s`` limits one call, counted from its last progress.
+    """A ``train.PolicyTrainer`` in ``worker``. ``within_s`` limits a call, counted from its last progress.
 
-    Raises WorkerLost once it is lost. What the trainer itself raises (Misaligned, TrainingStopped ...) is
-    raised here unchanged.
+    Every call to the worker raises WorkerLost if it is lost, and the errors of the trainer (Misaligned,
+    TrainingStopped ...) unchanged. State, adapters and identity are those that were received last.
     """
 
     def __init__(self, worker: Remote, *, within_s: float) -> None:
-        self._worker, self._within_s, self._waits = worker, within_s, False
+        self._worker, self._within_s, self._is_waiting = worker, within_s, False
         self._spans: list[Span] = []
-        self._since = time.time()
+        self._started_at = time.time()
         self._identity: dict[str, str] = self._call("identity")
         self._snapshot: Snapshot = self._call("snapshot")
         self._adapters: Any = self._call("adapters")
@@ -101,8 +102,8 @@ class TrainerLink:
 
     @property
     def progress(self) -> float:
-        """Grows while waiting for the worker: each such wait is bounded and ends with a named error."""
-        return time.monotonic() if self._waits else 0.0
+        """A number that grows during each wait for the worker, since such a wait is bounded; 0 otherwise."""
+        return time.monotonic() if self._is_waiting else 0.0
 
     def adapters(self) -> Any:
         """The adapters after the last step; a copy, like all that the worker sends."""
@@ -123,12 +124,13 @@ class TrainerLink:
         self._snapshot, self._adapters = snapshot, self._call("adapters")
 
     def _call(self, method: str, *arguments: Any) -> Any:
-        """The result of a method of ``TrainerServer`` in the worker. Raises WorkerLost."""
-        self._waits = True
+        """The result of a method of ``TrainerServer`` in the worker. Raises WorkerLost, and what it
+        raises."""
+        self._is_waiting = True
         try:
             return self._worker.wait(method, *arguments, within_s=self._within_s)
         finally:
-            self._waits = False
+            self._is_waiting = False
 
     def take_spans(self) -> Sequence[Span]:
         spans, self._spans = self._spans, []
@@ -136,7 +138,7 @@ class TrainerLink:
 
     def status(self) -> list[dict[str, Any]]:
         """One row in the format of ``EnginePool.status``."""
-        return [{"worker": "trainer", "state": "serving", "since": self._since, "cause": ""}]
+        return [{"worker": "trainer", "state": "serving", "since": self._started_at, "cause": ""}]
 
     def close(self) -> None:
         self._worker.kill()

@@ -21,9 +21,9 @@ CROSS_ENTROPY = token_loss("cross_entropy")
 Pairs = Sequence[tuple[Row, ...]]  # chosen, rejected
 
 
-def row_of(tokens: np.ndarray, mask: np.ndarray) -> Row:
-    """Tokens [L] int32, trained on where ``mask`` [L] is True: there the weights are 1. Each is predicted by
-    those before it. Raises ValueError if the first is trained on: nothing predicts it."""
+def make_row(tokens: np.ndarray, mask: np.ndarray) -> Row:
+    """A row of tokens [L], of which those are trained on, with weight 1, whose ``mask`` [L] is True. Each is
+    predicted by those before it. Raises ValueError if the first is trained on: nothing predicts it."""
     if mask[0]:
         raise ValueError("trains on its first token, which nothing predicts; begin with a prompt")
     values = {"weights": mask[1:].astype(np.float32)}
@@ -46,21 +46,24 @@ def preferences(
     """Sums over ``pairs`` of DPO's loss and its measurements, with TRL's names. ``reference``: their
     ``answer_logprobs`` under the reference policy. With ``learn`` the gradients of the mean loss are
     added."""
-    scores, flat = answer_logprobs(learner, pairs), [row for pair in pairs for row in pair]
+    scores, rows_of_pairs = answer_logprobs(learner, pairs), [row for pair in pairs for row in pair]
     loss, rewards, slopes = dpo(scores, reference, beta)
     if learn:
         weights = (-slopes / len(pairs)).reshape(-1)
-        rows = [
+        weighted_rows = [
             _set_weights(row, weight * _select_trained(row))
-            for row, weight in zip(flat, weights, strict=True)
+            for row, weight in zip(rows_of_pairs, weights, strict=True)
         ]
-        learner.forward_backward(rows, CROSS_ENTROPY)
+        learner.forward_backward(weighted_rows, CROSS_ENTROPY)
     margins = rewards[:, 0] - rewards[:, 1]
     values = {"loss": loss, "rewards/accuracies": margins > 0, "rewards/margins": margins}
     for column, name in enumerate(("chosen", "rejected")):
         values |= {f"rewards/{name}": rewards[:, column], f"logps/{name}": scores[:, column]}
     sums = {name: float(value.sum()) for name, value in values.items()}
-    return sums | {"count": len(pairs), "tokens": sum(int(_select_trained(row).sum()) for row in flat)}
+    return sums | {
+        "count": len(pairs),
+        "tokens": sum(int(_select_trained(row).sum()) for row in rows_of_pairs),
+    }
 
 
 def answer_logprobs(learner: Accumulator, pairs: Pairs) -> np.ndarray:

@@ -64,7 +64,8 @@ class LocalTeacher:
 def local_teacher(
     decoder: Base, adapters: Adapters | None, *, temperature: float = 1.0, ops: Ops = TORCH_OPS
 ) -> LocalTeacher:
-    """A teacher in this process. ``decoder`` may be the one that is trained, if its base is frozen."""
+    """A teacher in this process. ``decoder`` may be the one that is trained, if its base is frozen. The
+    tensors of ``adapters`` are set to require gradients."""
     for pair in adapters.tensors.values() if adapters else ():
         for factor in pair:
             factor.requires_grad_()  # as in training, where a layer may multiply in another order

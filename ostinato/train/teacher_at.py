@@ -1,8 +1,8 @@
 """A teacher at an address: an OpenAI-compatible server whose ``/v1/completions`` gives ``prompt_logprobs``,
 as vLLM and ``ostinato serve`` do. They are at temperature 1, over the whole vocabulary.
 
-A sequence is one request, of which ``TOGETHER`` run at once. Transient failures (no answer, a timeout, 429
-and 5xx) are retried and counted; after ``max_retries`` the run ends: no token is learned from without its
+A sequence is one request, of which ``MAX_REQUESTS`` run at once. Transient failures (no answer, a timeout,
+429 and 5xx) are retried and counted; after ``max_retries`` the run ends: no token is learned from without its
 log-probability.
 """
 
@@ -24,12 +24,12 @@ import torch
 
 from ostinato.algo.routing import sequence_spans
 from ostinato.failure import NamedFailure
-from ostinato.train.inputs import Inputs, places
+from ostinato.train.inputs import Inputs, locate_in_sequence
 from ostinato.types import Microbatch
 
-TOGETHER = 8
-LONGEST_PAUSE_S = 8.0
-AT_ONCE = 4096  # token ids per request when tokenizers are compared
+MAX_REQUESTS = 8
+MAX_PAUSE_S = 8.0
+MAX_IDS = 4096  # token ids per request when tokenizers are compared
 
 
 class TeacherFailed(NamedFailure):
@@ -61,19 +61,20 @@ class TeacherAt:
         self._headers = {"Content-Type": "application/json"}
         self._headers |= {"Authorization": f"Bearer {key}"} if key else {}
         self._timeout_s, self._max_retries, self._sleep = timeout_s, max_retries, sleep
-        self._open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
+        self._open_url = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
         self._counts = Counter[str]()
         self.progress = 0.0
 
     def check(self, texts: Callable[[list[int]], str], ids: Sequence[int]) -> None:
-        """Raise ValueError for a server that lacks what is needed, or that decodes any of ``ids``, all tokens
-        of the student, differently from ``texts``, the student's tokenizer."""
+        """Raise ValueError for a server that lacks the model or an endpoint, or that decodes any of ``ids``,
+        all tokens of the student, differently from ``texts``, the student's tokenizer. Sets the model, if
+        none was named, to the first of the server, and scores three tokens."""
         try:
-            served = self._models()
-            if (model := self._model or served[0]) not in served:
-                raise ValueError(f"teacher.model is {model!r}; {self._url} serves {', '.join(served)}")
-            for first in range(0, len(ids), AT_ONCE):
-                chunk = list(ids[first : first + AT_ONCE])
+            served_models = self._list_models()
+            if (model := self._model or served_models[0]) not in served_models:
+                raise ValueError(f"teacher.model is {model!r}; {self._url} serves {', '.join(served_models)}")
+            for start in range(0, len(ids), MAX_IDS):
+                chunk = list(ids[start : start + MAX_IDS])
                 body = {"model": model, "tokens": chunk}
                 if not self._matches_text(body, texts(chunk)):
                     raise ValueError(
@@ -99,26 +100,31 @@ class TeacherAt:
             raise
 
     def score(self, parts: Sequence[Inputs]) -> tuple[list[Inputs], float]:
-        """See ``Teacher.score``; the FLOPs are 0, since none are spent here. Raises TeacherFailed."""
-        self._model = self._model or self._models()[0]
-        requested = [list(_sequences(part.source)) for part in parts]
-        with ThreadPoolExecutor(TOGETHER) as pool:
+        """See ``Teacher.score``; the FLOPs are 0, since none are spent here. Sequences are scored in
+        ``MAX_REQUESTS`` threads; after the first TeacherFailed, which is raised, no further one is sent."""
+        self._model = self._model or self._list_models()[0]
+        sequences_by_part = [list(_iterate_sequences(part.source)) for part in parts]
+        with ThreadPoolExecutor(MAX_REQUESTS) as pool:
             try:
                 logprobs = list(
-                    pool.map(self.logprobs, [tokens for sequences in requested for tokens, _ in sequences])
+                    pool.map(
+                        self.logprobs, [tokens for sequences in sequences_by_part for tokens, _ in sequences]
+                    )
                 )
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
-        answers, scored = iter(logprobs), []
-        for part, sequences in zip(parts, requested, strict=True):
-            flat = np.concatenate([next(answers)[target_indices] for _, target_indices in sequences])
+        logprobs_iterator, scored = iter(logprobs), []
+        for part, sequences in zip(parts, sequences_by_part, strict=True):
+            flat = np.concatenate(
+                [next(logprobs_iterator)[target_indices] for _, target_indices in sequences]
+            )
             scored.append(replace(part, teacher=torch.from_numpy(flat).to(part.targets.device)))
         return scored, 0.0
 
     def logprobs(self, tokens: np.ndarray) -> np.ndarray:
-        """Log-probabilities [L] fp32 of ``tokens`` [L]; the first is NaN, since nothing predicts it. Raises
-        TeacherFailed."""
+        """Log-probabilities [L] fp32 of ``tokens`` [L]; the first is NaN, since nothing predicts it. Counts
+        the request. Raises TeacherFailed for a failed one and for an unusable answer."""
         body = {"model": self._model, "prompt": tokens.tolist(), "prompt_logprobs": 0, "max_tokens": 1}
         answer = self._ask("/v1/completions", body)
         try:
@@ -136,34 +142,36 @@ class TeacherAt:
         return np.array([math.nan, *logprobs], np.float32)
 
     def metrics(self) -> dict[str, float]:
+        """The numbers of requests and retries since the last call."""
         counts, self._counts = self._counts, Counter()
         return {name: float(counts[name]) for name in ("teacher/requests", "teacher/retries")}
 
-    def _models(self) -> list[str]:
+    def _list_models(self) -> list[str]:
         return [str(model["id"]) for model in self._ask("/v1/models")["data"]]
 
     def _ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """The JSON reply to a POST of ``body``, or to a GET without one. Raises TeacherFailed."""
+        """The JSON reply to a POST of ``body``, or to a GET without one. Transient failures are counted and
+        tried again after a pause. Raises TeacherFailed for a refusal, and after ``max_retries``."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self._url + path, data, self._headers)
         for attempt in range(self._max_retries + 1):
             try:
                 return json.loads(self._read(request))
             except urllib.error.HTTPError as error:
-                reason = f"{path} gave {error.code} {_words(error)}"
+                reason = f"{path} gave {error.code} {_read_message(error)}"
                 if error.code != 429 and error.code < 500:
                     raise TeacherFailed(reason, error.code) from error
             except (OSError, ValueError) as error:  # URLError and TimeoutError are OSErrors
                 reason = f"{path} gave no answer ({error})"
             if attempt < self._max_retries:
                 self._counts["teacher/retries"] += 1
-                self._sleep(min(LONGEST_PAUSE_S, 0.5 * 2**attempt))
+                self._sleep(min(MAX_PAUSE_S, 0.5 * 2**attempt))
         raise TeacherFailed(f"{reason}, {self._max_retries + 1} times in a row")
 
     def _read(self, request: urllib.request.Request) -> bytes:
         """The body of the reply. Raises TimeoutError where it takes longer than ``timeout_s`` in all."""
         deadline, content = time.monotonic() + self._timeout_s, bytearray()
-        with self._open(request, timeout=self._timeout_s) as answer:
+        with self._open_url(request, timeout=self._timeout_s) as answer:
             while chunk := answer.read1(1 << 20):
                 content += chunk
                 if time.monotonic() > deadline:
@@ -171,7 +179,7 @@ class TeacherAt:
         return bytes(content)
 
 
-def _words(error: urllib.error.HTTPError) -> str:
+def _read_message(error: urllib.error.HTTPError) -> str:
     """The server's message about an error, on one line."""
     try:
         return " ".join(error.read(4096).decode(errors="replace").split())[:300]
@@ -179,12 +187,12 @@ def _words(error: urllib.error.HTTPError) -> str:
         return error.reason
 
 
-def _sequences(source: Microbatch) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _iterate_sequences(source: Microbatch) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """(tokens [L], indices of the targets among them) of each sequence, in the order of the targets; the last
     token is only a target."""
-    firsts = np.flatnonzero(np.diff(source.sample_idx)) + 1
-    rows, targets = (np.split(indices, firsts) for indices in (source.rows, source.targets))
+    sequence_starts = np.flatnonzero(np.diff(source.sample_idx)) + 1
+    rows, targets = (np.split(indices, sequence_starts) for indices in (source.rows, source.targets))
     for span, sequence_rows, sequence_targets in zip(sequence_spans(source), rows, targets, strict=True):
         start, stop, prompt_start, prompt_stop = span
         context = source.tokens[np.r_[prompt_start:prompt_stop, start:stop]]
-        yield np.append(context, sequence_targets[-1]), places(sequence_rows, span) + 1
+        yield np.append(context, sequence_targets[-1]), locate_in_sequence(sequence_rows, span) + 1

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ostinato.algo.offpolicy import Mismatch, mismatch_metrics
 from ostinato.model.config import MoEConfig
-from ostinato.parallel.load import expert_loads, imbalance, nominal_ranks
-from ostinato.parallel.placement import contiguous
+from ostinato.parallel.load import expert_loads, measure_imbalance, nominal_ranks
+from ostinato.parallel.placement import place_contiguously
 from ostinato.train.inputs import Inputs
 from ostinato.train.passes import Outcome
 from ostinato.types import Batch
@@ -25,14 +25,15 @@ class Totals:
     loss: list[Tensor] = field(default_factory=list)
     stats: list[Mapping[str, Tensor]] = field(default_factory=list)  # sums over tokens
     mismatches: list[Mismatch] = field(default_factory=list)
-    unjudged: list[tuple[Inputs, Tensor]] = field(default_factory=list)  # with gate.row_counts
+    unjudged: list[tuple[Inputs, Tensor]] = field(default_factory=list)  # with gate.count_rows
     judged: list[tuple[Inputs, Tensor]] = field(default_factory=list)
     steps_taken: int = 0
     extra_flops: float = 0.0  # of forwards for old log-probabilities, the reference, the teacher and the gate
     repeated_flops: float = 0.0  # of what ran forward and backward again: the forward's only
 
     def add(self, part: Inputs, outcome: Outcome) -> None:
-        """Add a microbatch. Counts of its experts that were not computed ahead have yet to be judged."""
+        """Add a microbatch. The counts of its experts become ``unjudged``, unless they were computed
+        ahead."""
         self.loss.append(outcome.loss)
         self.stats.append(outcome.stats)
         self.mismatches.append(outcome.mismatch)
@@ -40,8 +41,9 @@ class Totals:
             self.unjudged.append((part, outcome.counts))
 
     def passes(self, forward: float) -> dict[str, float]:
-        """FLOPs besides those of training's own pass, in units of the ``forward`` FLOPs of the batch:
-        passes/extra only forward, passes/repeated also backward, to name the samples of a refused step."""
+        """FLOPs besides those of training's own pass, in units of the ``forward`` FLOPs of the batch.
+        passes/extra: of forwards alone. passes/repeated, if there are any: of forwards that ran again, each
+        with its backward, to name the samples of a refused step."""
         repeated_metric = {"passes/repeated": self.repeated_flops / forward} if self.repeated_flops else {}
         return {"passes/extra": self.extra_flops / forward} | repeated_metric
 
@@ -56,7 +58,7 @@ class Totals:
         return {"loss": torch.stack(self.loss).sum().item(), **means, **mismatch_of_step}
 
 
-def staleness(batch: Batch) -> dict[str, float]:
+def measure_staleness(batch: Batch) -> dict[str, float]:
     """Mean and maximum over tokens of the optimizer steps between sampling and training: for every policy
     version as many as this batch has minibatches, plus n for minibatch n."""
     minibatches = batch.minibatches
@@ -66,7 +68,7 @@ def staleness(batch: Batch) -> dict[str, float]:
     return {"staleness/mean": float(ages.mean()), "staleness/max": float(ages.max())}
 
 
-def support(batch: Batch) -> dict[str, float]:
+def measure_support(batch: Batch) -> dict[str, float]:
     """Mean number of ids in recorded supports, per token that has one, and their bytes per trained token:
     four for an id, four for a count."""
     supports = [microbatch.support for microbatch in batch.microbatches if microbatch.support is not None]
@@ -83,7 +85,7 @@ def support(batch: Batch) -> dict[str, float]:
     }
 
 
-def balance(batch: Batch, moe: MoEConfig, owner: np.ndarray | None = None) -> dict[str, float]:
+def measure_balance(batch: Batch, moe: MoEConfig, owner: np.ndarray | None = None) -> dict[str, float]:
     """Imbalance with which the experts that the batch carries would load the ranks (``parallel.load``), layer
     by layer of every microbatch, since ranks wait for each other there; empty if it carries none. ``owner``
     [L, E]: the rank that keeps an expert; None: contiguous blocks of experts on ``nominal_ranks`` ranks."""
@@ -94,5 +96,5 @@ def balance(batch: Batch, moe: MoEConfig, owner: np.ndarray | None = None) -> di
     if not loads.any():  # the batch carries routes, all unknown
         return {}
     if owner is None:
-        owner = contiguous(len(moe.layers), moe.num_experts, nominal_ranks(moe.num_experts))
-    return imbalance(loads, np.tile(owner, (len(routes), 1)), int(owner.max()) + 1).metrics
+        owner = place_contiguously(len(moe.layers), moe.num_experts, nominal_ranks(moe.num_experts))
+    return measure_imbalance(loads, np.tile(owner, (len(routes), 1)), int(owner.max()) + 1).metrics

@@ -45,13 +45,13 @@ from ostinato.train.inputs import Inputs, as_inputs
 from ostinato.train.leaves import WholeLeaves, load_state_tensors, state_tensors, trained_parameters
 from ostinato.train.local import LocalPasses
 from ostinato.train.optimizer import build_optimizer, clip_gradients, lr_factor, set_lr
-from ostinato.train.passes import Backend, ScoreOptions, batch_objective, reference_of
+from ostinato.train.passes import Backend, ScoreOptions, batch_objective, copy_reference
 from ostinato.train.replay_guard import ReplayGuard
 from ostinato.train.teacher import Teacher
-from ostinato.train.totals import Totals, staleness, support
+from ostinato.train.totals import Totals, measure_staleness, measure_support
 from ostinato.types import Batch, Microbatch, StepReport
 
-MOST_REFUSED = 5  # optimizer steps in a row
+MAX_REFUSED = 5  # optimizer steps in a row
 
 
 class TrainingStopped(NamedFailure):
@@ -104,7 +104,7 @@ class PolicyTrainer:
             passes=LocalPasses(
                 decoder,
                 adapters,
-                reference=reference_of(adapters, algorithm),
+                reference=copy_reference(adapters, algorithm),
                 ops=ops,
                 temperature=temperature,
                 recompute=settings.recompute,
@@ -142,14 +142,14 @@ class PolicyTrainer:
     def adapters(self) -> Adapters | None:
         """A copy to publish, unchanged by later steps. None where all parameters are trained: the policy is
         the decoder itself or, where that is spread over ranks, the mirror, which is updated here."""
-        whole = self._leaves.whole({name: leaf.detach() for name, leaf in self._named.items()})
+        whole_tensors = self._leaves.whole({name: leaf.detach() for name, leaf in self._named.items()})
         if self._adapters is not None:
             # tensors from other ranks came through host memory
-            return self._adapters.copy_of(whole, self._decoder.config).to(self._decoder.device)
+            return self._adapters.copy_of(whole_tensors, self._decoder.config).to(self._decoder.device)
         if self._backend.mirror is not None:
             for name, parameter in self._backend.mirror.named_parameters():
-                if name in whole:
-                    parameter.copy_(whole[name])
+                if name in whole_tensors:
+                    parameter.copy_(whole_tensors[name])
         return None
 
     def step(self, batch: Batch) -> StepReport:
@@ -158,13 +158,14 @@ class PolicyTrainer:
         A minibatch's loss is scaled by their number, so the mean over minibatches is the loss of the batch.
         Metrics are means over trained tokens; ``num_rows`` counts all forward rows since the run began.
         ``routing/*`` compares carried experts with the trainer's own, and says how uneven they are
-        (``train.totals.balance``); ``routing/coverage``: the share of forward rows that carry any. With a
-        bypass algorithm the mismatch and the routing of a later minibatch include what the earlier ones
-        changed. ``passes/*``: FLOPs besides training's own pass, in forwards of the batch
+        (``train.totals.measure_balance``); ``routing/coverage``: the share of forward rows that carry any.
+        With a bypass algorithm the mismatch and the routing of a later minibatch include what the earlier
+        ones changed. ``passes/*``: FLOPs besides training's own pass, in forwards of the batch
         (``Totals.passes``); ``passes/measure``: those of ``measure``.
 
         Raises:
-            TrainingStopped: the last ``MOST_REFUSED`` optimizer steps were all refused.
+            TrainingStopped: the last ``MAX_REFUSED`` optimizer steps were all refused.
+            ValueError: the batch has no microbatch.
             algo.routing.Misaligned: carried experts are not those of these tokens, or of any tokens at all.
                 No weight has changed, except that a bypass algorithm sees a later minibatch only after it
                 trained on the earlier ones; ``steps_taken`` then says on how many.
@@ -172,38 +173,41 @@ class PolicyTrainer:
         if not batch.microbatches:
             raise ValueError("the batch has no microbatch; skip the step when no sample is left to train on")
         admitted = self._guard.admit(batch, self._steps)
-        batch, row = admitted.batch, admitted.mismatch
+        batch, mismatch_row = admitted.batch, admitted.mismatch
         lr = self._settings.lr * lr_factor(self._settings, self._steps)
         set_lr(self._optimizer, lr)
         minibatches = [
             [self._guard.inputs(microbatch) for microbatch in minibatch] for minibatch in batch.minibatches
         ]
         num_minibatches, inputs = len(minibatches), [*chain(*minibatches)]
-        if self._algorithm.decoupled:  # in the first minibatch old equals new: no weight has changed
-            minibatches[1:] = [self._with_old(minibatch) for minibatch in minibatches[1:]]
+        if self._algorithm.is_decoupled:  # in the first minibatch old equals new: no weight has changed
+            minibatches[1:] = [self._add_old(minibatch) for minibatch in minibatches[1:]]
         unjudged = [(part, part.counts) for part in chain(*minibatches) if part.counts is not None]
-        totals, norms, refused = Totals(unjudged=unjudged), [], []
+        totals, norms, refused_parts = Totals(unjudged=unjudged), [], []
         totals.extra_flops = self._price(part for part in chain(*minibatches) if part.old is not None)
         for minibatch in minibatches:
             norm, at_fault = self._update(minibatch, batch.num_samples, num_minibatches, totals)
             norms.append(norm)
-            refused += [at_fault] if at_fault else []
+            refused_parts += [at_fault] if at_fault else []
             self._refused_in_a_row = self._refused_in_a_row + 1 if at_fault else 0
         self._steps += 1
         self._num_rows += batch.num_tokens + batch.num_context_tokens
-        metrics = totals.metrics(batch.num_tokens) | staleness(batch) | support(batch)
+        metrics = totals.metrics(batch.num_tokens) | measure_staleness(batch) | measure_support(batch)
         metrics |= {
             "grad_norm": sum(norms) / num_minibatches,
             "learning_rate": lr,
             "num_rows": float(self._num_rows),
-            "optimizer_steps": float(num_minibatches - len(refused)),
-            "refused_steps": float(len(refused)),
+            "optimizer_steps": float(num_minibatches - len(refused_parts)),
+            "refused_steps": float(len(refused_parts)),
         }
-        metrics |= {"passes/measure": row["passes"] if row else 0.0, **totals.passes(self._price(inputs))}
+        metrics |= {
+            "passes/measure": mismatch_row["passes"] if mismatch_row else 0.0,
+            **totals.passes(self._price(inputs)),
+        }
         metrics |= self._guard.metrics(batch, totals) | self._passes.metrics()
         metrics |= self._teacher.metrics() if self._teacher else {}
-        report = self._report(metrics, [microbatch for at_fault in refused for microbatch in at_fault])
-        return replace(report, mismatch=row, note=admitted.note)
+        report = self._report(metrics, [microbatch for at_fault in refused_parts for microbatch in at_fault])
+        return replace(report, mismatch=mismatch_row, note=admitted.note)
 
     def measure(self, batch: Batch, *, floor: bool = True) -> dict[str, Any]:
         """See ``ReplayGuard.measure``."""
@@ -232,7 +236,7 @@ class PolicyTrainer:
         }
 
     def restore(self, tensors: Mapping[str, Tensor], counters: Mapping[str, int]) -> None:
-        """Restore, bit for bit, the state saved in `tensors` and `counters`, under any layout.
+        """Restore, bit for bit, the state that ``tensors`` and ``counters`` returned, under any layout.
 
         Raises ValueError naming the first parameter that is missing, unknown or of another shape.
         """
@@ -249,7 +253,7 @@ class PolicyTrainer:
         """FLOPs of one forward of ``parts``."""
         return self._flops.forward(sum((part.work for part in parts), Work()))
 
-    def _with_old(self, parts: Sequence[Inputs]) -> list[Inputs]:
+    def _add_old(self, parts: Sequence[Inputs]) -> list[Inputs]:
         """The parts with ``old``, and with counts of the trainer's own experts before any weight changes."""
         scored = self._passes.score(parts, ScoreOptions())
         return [
@@ -257,7 +261,7 @@ class PolicyTrainer:
             for part, scores in zip(parts, scored, strict=True)
         ]
 
-    def _with_reference(self, parts: Sequence[Inputs]) -> list[Inputs]:
+    def _add_reference(self, parts: Sequence[Inputs]) -> list[Inputs]:
         """The parts with ``reference``: scored by ``algo.kl_reference``, choosing its own experts."""
         unrouted = [replace(part, routing=None, carried=None) for part in parts]
         scored = self._passes.score(unrouted, ScoreOptions(reference=True, as_trained=False))
@@ -266,11 +270,13 @@ class PolicyTrainer:
     def _update(
         self, minibatch: Sequence[Inputs], num_samples: int, scale: int, totals: Totals
     ) -> tuple[float, list[Microbatch]]:
-        """Take one optimizer step. Returns the gradient norm before clipping and the microbatches at fault:
-        none unless the step was refused."""
-        norm, finite = self._accumulate(minibatch, num_samples, scale, totals)
-        at_fault = []
-        if finite:
+        """Take one optimizer step, or refuse it if the loss or a gradient is not finite. Returns the gradient
+        norm before clipping and the microbatches of a refused step that are at fault: those that are not
+        finite alone or, if each of them is finite alone, all. Raises Misaligned as ``ReplayGuard.judge``
+        decides. Gradients are cleared in any case."""
+        norm, is_finite_step = self._accumulate(minibatch, num_samples, scale, totals)
+        faulty_microbatches = []
+        if is_finite_step:
             if (misaligned := self._guard.judge(totals, scale)) is not None:
                 self._optimizer.zero_grad()
                 raise misaligned
@@ -280,28 +286,28 @@ class PolicyTrainer:
         else:  # one by one, to find those at fault: costs time only in steps that are lost anyway
             totals.unjudged = [judgement for judgement in totals.unjudged if judgement[0] not in minibatch]
             retry_totals = Totals()
-            checked = [
+            checked_parts = [
                 (part, self._accumulate([part], num_samples, scale, retry_totals)[1]) for part in minibatch
             ]
-            at_fault = [
+            faulty_microbatches = [
                 part.source
-                for part, is_finite in checked
-                if not is_finite or all(other_is_finite for _, other_is_finite in checked)
+                for part, is_finite in checked_parts
+                if not is_finite or all(other_is_finite for _, other_is_finite in checked_parts)
             ]
             totals.extra_flops += retry_totals.extra_flops
             totals.repeated_flops += self._price(minibatch)
         self._optimizer.zero_grad()
-        return norm, at_fault
+        return norm, faulty_microbatches
 
     def _accumulate(
         self, minibatch: Sequence[Inputs], num_samples: int, scale: int, totals: Totals
     ) -> tuple[float, bool]:
-        """Compute the gradients of a minibatch from zero. Returns (their norm, whether they and the loss are
-        finite)."""
+        """Compute the gradients of a minibatch from zero, and add its sums and FLOPs to ``totals``. Returns
+        (their norm, whether they and the loss are finite)."""
         self._optimizer.zero_grad()
         parts = minibatch
         if self._algorithm.needs_reference:
-            parts = self._with_reference(minibatch)
+            parts = self._add_reference(minibatch)
             is_base = self._algorithm.kl_reference is Reference.BASE
             cost = self._flops.base if is_base else self._flops.forward
             totals.extra_flops += sum(cost(part.work) for part in minibatch)
@@ -319,22 +325,22 @@ class PolicyTrainer:
         return [parameter.grad for parameter in self._named.values() if parameter.grad is not None]
 
     def _report(self, metrics: dict[str, float], at_fault: Sequence[Microbatch]) -> StepReport:
-        """The report of a step, after ``on_refused`` for each microbatch ``at_fault``. Raises
-        TrainingStopped."""
+        """The report of a step; calls ``on_refused`` for each microbatch ``at_fault``. Raises TrainingStopped
+        after too many refused steps in a row."""
         if not at_fault:
             return StepReport(metrics=metrics)
         uids = tuple(uid for microbatch in at_fault for uid in microbatch.uids)
         if self._on_refused is not None:
             for microbatch in at_fault:
                 self._on_refused(microbatch)
-        if self._refused_in_a_row >= MOST_REFUSED:
+        if self._refused_in_a_row >= MAX_REFUSED:
             raise TrainingStopped(
                 f"{self._refused_in_a_row} optimizer steps in a row had a loss or gradient that is not "
                 f"finite, the last with samples {', '.join(uids)}; look at these samples and lower trainer.lr"
             )
-        refused, taken = metrics["refused_steps"], metrics["optimizer_steps"]
+        num_refused, num_taken = metrics["refused_steps"], metrics["optimizer_steps"]
         skipped = (
-            f"{refused:.0f} of {refused + taken:.0f} optimizer steps were refused: "
+            f"{num_refused:.0f} of {num_refused + num_taken:.0f} optimizer steps were refused: "
             f"loss {metrics['loss']:g}, gradient norm {metrics['grad_norm']:g}"
         )
         return StepReport(metrics=metrics, skipped=skipped, uids=uids)

@@ -19,15 +19,16 @@ GRACE_S = 5.0
 
 
 def main() -> None:
+    """Run the command, say how it ended, and kill the session, this process included."""
     child = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
-    threading.Thread(target=_end_with_the_parent, args=(child,), daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(child,), daemon=True).start()
     code = child.wait()
     outcome = f"killed by signal {-code}" if code < 0 else f"exit status {code}"
     print(f"the server ended: {outcome}", file=sys.stderr, flush=True)
     _kill_all()
 
 
-def _end_with_the_parent(child: subprocess.Popen[bytes]) -> None:
+def _end_with_parent(child: subprocess.Popen[bytes]) -> None:
     """Wait until standard input closes, then terminate the child, and kill the session after GRACE_S."""
     while os.read(0, 1 << 12):
         pass

@@ -58,44 +58,46 @@ class Host:
         self._name = name
         self._object: Any = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
-        self._next, self._early = 0, dict[int, asyncio.Future[None]]()
-        self._built: asyncio.Future[None] | None = None
+        self._next_number, self._early_calls = 0, dict[int, asyncio.Future[None]]()
+        self._build_end: asyncio.Future[None] | None = None
 
     async def alive(self) -> float:
         """A heartbeat: the object's ``progress``, a number that grows while it advances; 0 if it has none."""
         return float(getattr(self._object, "progress", 0.0))
 
     async def call(self, number: int, method: str, payload: bytes) -> bytes:
-        """The packed answer or refusal of ``method``; ``payload`` is the sealed tuple of its arguments."""
-        await self._turn(number)
+        """The packed answer or refusal of ``method``, which begins after all calls with lower numbers have
+        begun and the object is built. ``payload``: the sealed tuple of its arguments."""
+        await self._wait_for_turn(number)
         try:
             if method == BUILD:
                 return pack_answer(await self._build(*unseal(payload)))
-            if self._built is not None:
-                await asyncio.shield(self._built)
+            if self._build_end is not None:
+                await asyncio.shield(self._build_end)
             return pack_answer(await self._run(getattr(self._object, method), unseal(payload)))
         except Exception as error:  # process boundary: the caller must be told
             return pack_refusal(error, self._name)
 
-    async def _turn(self, number: int) -> None:
-        """Wait until all calls before ``number`` have begun."""
-        if number != self._next:
-            self._early[number] = asyncio.get_running_loop().create_future()
-            await self._early[number]
-            del self._early[number]
-        self._next += 1
-        if (following := self._early.get(self._next)) is not None:
-            following.set_result(None)
+    async def _wait_for_turn(self, number: int) -> None:
+        """Wait until all calls before ``number`` have begun, then let the next one begin."""
+        if number != self._next_number:
+            self._early_calls[number] = asyncio.get_running_loop().create_future()
+            await self._early_calls[number]
+            del self._early_calls[number]
+        self._next_number += 1
+        if (next_call := self._early_calls.get(self._next_number)) is not None:
+            next_call.set_result(None)
 
     async def _build(self, factory: str, arguments: Mapping[str, Any], folder: str) -> Place:
-        """Build the object in the working directory ``folder``, if it exists; returns this place."""
-        self._built = asyncio.get_running_loop().create_future()
+        """Build the object, and return this place. If ``folder`` exists, it becomes the working directory.
+        Calls that wait for the object go on even if building it fails."""
+        self._build_end = asyncio.get_running_loop().create_future()
         try:
             if os.path.isdir(folder):
                 os.chdir(folder)  # relative paths of a recipe keep their meaning
-            self._object = await self._run(lambda: resolve(factory)(**arguments), ())
+            self._object = await self._run(lambda: resolve_factory(factory)(**arguments), ())
         finally:
-            self._built.set_result(None)
+            self._build_end.set_result(None)
         return own_place()
 
     async def _run(self, function: Any, arguments: Sequence[Any]) -> Any:
@@ -105,8 +107,8 @@ class Host:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
 
 
-def resolve(factory: str) -> Any:
-    """The function that "module:function" names."""
+def resolve_factory(factory: str) -> Any:
+    """The function that "module:function" names; its module is imported."""
     module, _, function = factory.partition(":")
     return getattr(importlib.import_module(module), function)
 
@@ -114,6 +116,6 @@ def resolve(factory: str) -> Any:
 def give_way(nice: int) -> None:
     """Raise the nice value of all threads of this process, existing and future ones, by ``nice``."""
     tasks = "/proc/self/task"  # on Linux every thread has a priority of its own
-    for thread in map(int, os.listdir(tasks)) if os.path.isdir(tasks) else (0,):
+    for thread_id in map(int, os.listdir(tasks)) if os.path.isdir(tasks) else (0,):
         with suppress(ProcessLookupError):
-            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + nice)
+            os.setpriority(os.PRIO_PROCESS, thread_id, os.getpriority(os.PRIO_PROCESS, thread_id) + nice)

@@ -18,9 +18,9 @@ class Child:
     """``command`` as a process in its own session, so that the parent handles Ctrl-C, and the whole group can
     be killed. Its output is appended to ``log``, or goes to the stderr of this process.
 
-    lifeline: its stdin is a pipe whose other end only this process has. However this process ends, even by
-    kill -9, the pipe closes (``end_with_parent``; ``guard.py`` for commands that do not check). Otherwise
-    stdin is empty.
+    With ``lifeline`` its stdin is a pipe whose other end only this process has. The pipe closes however this
+    process ends, even by kill -9; the child has to watch it (``end_with_parent``, or ``guard.py`` around
+    another command). Without, stdin is empty.
     """
 
     def __init__(
@@ -48,19 +48,19 @@ class Child:
             )
         self.pid = self._process.pid
 
-    def ended(self) -> str:
+    def describe_end(self) -> str:
         """The end of the process: "exit status 3", "killed by signal 9"; "" while it runs."""
         code = self._process.poll()
-        return "" if code is None else ending(code)
+        return "" if code is None else describe_ending(code)
 
     def wait(self, within_s: float) -> str:
-        """``ended``, after at most ``within_s`` seconds."""
+        """``describe_end``, after at most ``within_s`` seconds."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(max(0.0, within_s))
-        return self.ended()
+        return self.describe_end()
 
     def hang_up(self) -> None:
-        """Close the lifeline."""
+        """Close the lifeline, if there is one."""
         if self._process.stdin is not None:
             with contextlib.suppress(OSError):
                 self._process.stdin.close()
@@ -71,7 +71,8 @@ class Child:
             os.killpg(self.pid, signal.SIGKILL)
 
     def close(self, within_s: float) -> str:
-        """Hang up, wait for ``within_s``, kill its group and reap it; returns its end as ``ended`` does."""
+        """Hang up, wait for ``within_s``, kill its group and reap it; returns its end as ``describe_end``
+        does."""
         self.hang_up()
         self.wait(within_s)
         self.kill_group()
@@ -82,13 +83,14 @@ class Child:
         return last_lines(self._log, count) if self._log is not None else ""
 
 
-def ending(code: int) -> str:
+def describe_ending(code: int) -> str:
     """A return code of ``subprocess`` in words."""
     return f"exit status {code}" if code >= 0 else f"killed by signal {-code}"
 
 
 def last_lines(log: Path, count: int) -> str:
-    """The last lines of a file that are not empty, as one line: "a | b"; "" for an empty file."""
+    """The last ``count`` lines of a file that are not empty, as one line: "a | b"; "" for an empty file, and
+    a note for an unreadable one. Only the last ``TAIL_BYTES`` are read."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - TAIL_BYTES))
@@ -99,19 +101,21 @@ def last_lines(log: Path, count: int) -> str:
 
 
 def end_with_parent(leave: Callable[[str], None]) -> None:
-    """In a child with a lifeline: call ``leave`` with a sentence when the parent has ended."""
+    """In a child with a lifeline: start a thread that calls ``leave`` with a sentence when the parent has
+    ended."""
 
-    def wait() -> None:
+    def wait_for_parent() -> None:
         while os.read(0, 1 << 10):
             pass
         leave("the process that started this one has ended")
 
-    threading.Thread(target=wait, name="lifeline", daemon=True).start()
+    threading.Thread(target=wait_for_parent, name="lifeline", daemon=True).start()
 
 
 @contextlib.contextmanager
 def witness(sentence: str, folder: Path | None) -> Iterator[None]:
-    """If this process ends in the block, for any reason, a helper prints ``sentence`` and removes ``folder``.
+    """If this process ends in the block, for any reason, a helper prints ``sentence`` and, 5 s later, removes
+    ``folder``.
 
     The helper is a shell that reads from a pipe, which the kernel closes even if this process is killed.
     """

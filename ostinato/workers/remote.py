@@ -40,8 +40,8 @@ class WorkerLost(Lost):
     """A worker died, stopped answering, made no progress, could not be reached, or serves what was not
     published. The message is ``name`` and ``cause``.
 
-    kind: the kind of worker; name: its name, "" if ``cause`` is a whole sentence about one or several;
-    final: no other one can replace it. Only a sampler is ever replaced; all other losses end the run.
+    ``kind``: the kind of worker. ``name``: its name, "" if ``cause`` is a whole sentence. ``final``: it
+    cannot be replaced. Only a sampler is ever replaced; all other losses end the run.
     """
 
     def __init__(self, kind: WorkerKind, cause: str, name: str = "", final: bool = False) -> None:
@@ -53,7 +53,7 @@ class WorkerLost(Lost):
 
 
 def seal(value: Any) -> bytes:
-    """``value`` as a pickle, with tensors of torch as arrays."""
+    """``value`` as a pickle; plain tensors of torch on the CPU, without gradient, are pickled as arrays."""
     stream = io.BytesIO()
     _Pickler(stream, protocol=5).dump(value)
     return stream.getvalue()
@@ -74,10 +74,10 @@ class _Pickler(pickle.Pickler):
             return NotImplemented
         flat = value.contiguous().reshape(-1)
         raw = flat.view(torch.uint8) if len(flat) else torch.empty(0, dtype=torch.uint8)  # of any stride
-        return _tensor, (raw.numpy(), value.dtype, tuple(value.shape))
+        return _make_tensor, (raw.numpy(), value.dtype, tuple(value.shape))
 
 
-def _tensor(raw: np.ndarray, dtype: Any, shape: tuple[int, ...]) -> Any:
+def _make_tensor(raw: np.ndarray, dtype: Any, shape: tuple[int, ...]) -> Any:
     torch = sys.modules["torch"]  # loaded, as ``dtype`` is torch's
     return torch.from_numpy(raw).view(dtype).reshape(shape)
 
@@ -120,23 +120,26 @@ class Patience:
     def __init__(
         self, query: Callable[[], Future[float]], name: str, what: str, within_s: float, silence_s: float
     ) -> None:
-        self._query, self._name, self._what = query, name, what
+        self._query, self._name, self._failure = query, name, what
         self._within_s, self._silence_s = within_s, silence_s
         self._idle, self._silent, self._progress = 0.0, 0.0, 0.0
-        self._sign: Future[float] | None = None  # no query in the first slice, where most answers come
+        self._pending_answer: Future[float] | None = (
+            None  # no query in the first slice, where most answers come
+        )
 
     def wear(self, seconds: float = SLICE_S) -> None:
-        """Count a slice without an answer. Raises WorkerLost if it reaches one of the limits."""
+        """Count a slice without an answer, and query the heartbeat; its answer, and progress of the object,
+        start their limits again. Raises WorkerLost if a limit is reached."""
         self._idle, self._silent = self._idle + seconds, self._silent + seconds
-        if self._sign is None:
-            self._sign = self._query()
-        elif self._sign.done() and self._sign.exception() is None:
-            if (progress := self._sign.result()) > self._progress:
+        if self._pending_answer is None:
+            self._pending_answer = self._query()
+        elif self._pending_answer.done() and self._pending_answer.exception() is None:
+            if (progress := self._pending_answer.result()) > self._progress:
                 self._idle, self._progress = 0.0, progress
-            self._silent, self._sign = 0.0, self._query()
+            self._silent, self._pending_answer = 0.0, self._query()
         for elapsed, limit in ((self._silent, self._silence_s), (self._idle, self._within_s)):
             if elapsed >= limit:
-                raise WorkerLost(WorkerKind.of(self._name), f"{self._what} in {limit:g} s", self._name)
+                raise WorkerLost(WorkerKind.of(self._name), f"{self._failure} in {limit:g} s", self._name)
 
 
 def pack_answer(value: Any) -> bytes:
@@ -145,7 +148,8 @@ def pack_answer(value: Any) -> bytes:
 
 
 def pack_refusal(error: BaseException, name: str) -> bytes:
-    """The payload of an exception that a method raised, with its traceback as a note."""
+    """The payload of an exception that a method raised, with its traceback as a note. One that cannot be
+    pickled and restored becomes a WorkerFault with its message."""
     lines = "".join(traceback.format_exception(error))
     error.add_note(f"in {name}:\n{lines}")
     try:
@@ -159,7 +163,7 @@ def pack_refusal(error: BaseException, name: str) -> bytes:
 
 
 def unpack_outcome(payload: bytes) -> Any:
-    """The value of an answer; raises the exception of a refusal."""
+    """The value of an answer. Raises the exception of a refusal."""
     is_answer, value = unseal(payload)
     if is_answer:
         return value

@@ -31,8 +31,8 @@ from ostinato.model.config import parse_config
 from ostinato.parallel.layout import Layout
 from ostinato.parallel.load import expert_loads, rank_loads
 from ostinato.parallel.placement import placed_experts
-from ostinato.train.gate import without_routes
-from ostinato.train.totals import balance
+from ostinato.train.gate import drop_routes
+from ostinato.train.totals import measure_balance
 from ostinato.types import Support
 
 MOE_LAYERS, EXPERTS = 3, 8  # of the model "moe"
@@ -305,4 +305,4 @@ def test_a_run_reports_how_uneven_its_own_ranks_are() -> None:
     loads = np.stack([rank_loads(expert_loads(one, EXPERTS), owner, 2) for one in carried])
     wanted = loads.max(axis=2).sum() / loads.mean(axis=2).sum()
     assert apart.metrics[0]["routing/straggler"] == pytest.approx(wanted)
-    assert balance(without_routes(batch), moe, owner) == {}
+    assert measure_balance(drop_routes(batch), moe, owner) == {}

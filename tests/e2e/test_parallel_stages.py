@@ -21,8 +21,8 @@ from torch import Tensor
 
 from ostinato.parallel.collectives import Collectives, Mesh
 from ostinato.parallel.layout import Layout
-from ostinato.parallel.ranks import of_connection
-from ostinato.parallel.schedule import Schedule, in_flight
+from ostinato.parallel.ranks import is_connection_error
+from ostinato.parallel.schedule import Schedule, count_in_flight
 from ostinato.parallel.stages import PipelineBroken, Stages
 
 pytestmark = pytest.mark.slow
@@ -184,7 +184,7 @@ def test_what_is_in_flight_is_kept_and_nothing_else(layout, count):
     sizes = {"ranks": shape.pipeline, "virtual": shape.virtual, "parts": count}
     found = on_ranks(shape.world, most_graphs, layout, count)
     name = Schedule.training(shape.virtual)
-    assert found == [in_flight(name, rank=rank, **sizes) for rank in range(shape.world)]
+    assert found == [count_in_flight(name, rank=rank, **sizes) for rank in range(shape.world)]
 
 
 TIMEOUT_S = 4.0
@@ -207,7 +207,7 @@ def loses(rank: int, world: int, layout: str, lost: int, dies: bool) -> str:
 
     with pytest.raises(PipelineBroken) as broken:
         stages.train(microbatches(8), forward, lambda part, hidden, _: toy.loss(part, hidden))
-    assert of_connection(broken.value)  # so it is distinguished from what a rank does wrong itself
+    assert is_connection_error(broken.value)  # so it is distinguished from what a rank does wrong itself
     return str(broken.value)
 
 

@@ -28,7 +28,7 @@ from toy_trainer import NONE, Toy, Trouble, batch_of
 
 from ostinato.algo.routing import Cause, Diagnosis, Misaligned
 from ostinato.parallel.launch import local_place
-from ostinato.parallel.ranks import Terms, following, leading, meet
+from ostinato.parallel.ranks import Terms, follow_calls, lead, meet
 from ostinato.pipeline.state import LoopState
 from ostinato.types import Batch, StepReport
 from ostinato.workers.remote import WorkerLost
@@ -45,9 +45,9 @@ def run(rank: int, world: int, port: int, steps: int, trouble: Trouble) -> dict[
     place, started = local_place(world, port, rank), time.monotonic()
     try:
         if rank:
-            following(place, lambda recipe, ready: Toy(rank, trouble), ANSWERS)
+            follow_calls(place, lambda recipe, ready: Toy(rank, trouble), ANSWERS)
             return {"ended": True}
-        with leading(place, meet(place), TERMS, lambda ready: Toy(rank, trouble), answers=ANSWERS) as trainer:
+        with lead(place, meet(place), TERMS, lambda ready: Toy(rank, trouble), answers=ANSWERS) as trainer:
             batch = batch_of(np.arange(4.0))
             reports = [trainer.step(batch).metrics for _ in range(steps)]
             tensors = trainer.tensors()
@@ -98,7 +98,7 @@ def came_late(rank: int, world: int, port: int) -> str:
         return ""
     place = local_place(world, port)
     try:
-        with leading(place, meet(place), replace(TERMS, timeout_s=2.0), lambda ready: Toy(0)):
+        with lead(place, meet(place), replace(TERMS, timeout_s=2.0), lambda ready: Toy(0)):
             return "they came"
     except WorkerLost as lost:
         return str(lost)
@@ -116,9 +116,9 @@ def refused(rank: int, world: int, port: int) -> dict[str, Any]:
     """Of three steps the second is refused, by all."""
     place, trouble = local_place(world, port, rank), Trouble(what="refuse", rank=-1, step=2)
     if rank:
-        following(place, lambda recipe, ready: Toy(rank, trouble), ANSWERS)
+        follow_calls(place, lambda recipe, ready: Toy(rank, trouble), ANSWERS)
         return {"ended": True}
-    with leading(place, meet(place), TERMS, lambda ready: Toy(rank, trouble), answers=ANSWERS) as trainer:
+    with lead(place, meet(place), TERMS, lambda ready: Toy(rank, trouble), answers=ANSWERS) as trainer:
         batch = batch_of(np.arange(4.0))
         first = trainer.step(batch).metrics
         with pytest.raises(Misaligned, match="step 2 has routes of others"):
@@ -147,7 +147,7 @@ class Bandit(BanditTrainer):
     def step(self, batch: Batch) -> StepReport:
         dist.all_reduce(torch.zeros(1))
         if self.steps + 1 == self.refuses:
-            raise Misaligned("routes of others", Diagnosis(cause=Cause.SHIFTED, best=1.0))
+            raise Misaligned("routes of others", Diagnosis(cause=Cause.SHIFTED, fixed_overlap=1.0))
         self.steps += 1
         return super().step(batch)
 
@@ -169,9 +169,9 @@ def looped(rank: int, world: int, port: int, folder: str, refuses: int, saved: A
     """A run over the ranks, from what was ``saved``; and what it has saved last."""
     place = local_place(world, port, rank)
     if rank:
-        following(place, lambda recipe, ready: Bandit(refuses), ANSWERS)
+        follow_calls(place, lambda recipe, ready: Bandit(refuses), ANSWERS)
         return {}
-    with leading(place, meet(place), TERMS, lambda ready: Bandit(refuses), answers=ANSWERS) as trainer:
+    with lead(place, meet(place), TERMS, lambda ready: Bandit(refuses), answers=ANSWERS) as trainer:
         state = LoopState(**saved["state"]) if saved else None
         bench = Bench(Path(folder) / "run", steps=5, checkpoint_every=2, state=state)
         if saved:
@@ -218,9 +218,9 @@ def loaded(rank: int, world: int, port: int) -> Any:
         return Toy(rank)
 
     if rank:
-        following(place, lambda recipe, ready: new(ready))
+        follow_calls(place, lambda recipe, ready: new(ready))
         return "ended"
-    with leading(place, meet(place), replace(TERMS, timeout_s=bound.total_seconds()), new) as trainer:
+    with lead(place, meet(place), replace(TERMS, timeout_s=bound.total_seconds()), new) as trainer:
         return trainer.step(batch_of(np.arange(4.0))).metrics["sum"]
 
 

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ostinato.algo.pack import _batch, _check, _support
+from ostinato.algo.pack import _check_samples, _gather_support, _make_batch
 from ostinato.types import Batch, Microbatch, Sample, Segment
 
 
 def pad(samples: Sequence[Sample], weights: Sequence[np.ndarray], *, version: int = 0) -> Batch:
     """A microbatch per sample, every token a row, nothing shared."""
-    _check(samples, weights, tokens_per_microbatch=1)
+    _check_samples(samples, weights, tokens_per_microbatch=1)
     microbatches = []
     for index, (sample, weight) in enumerate(zip(samples, weights, strict=True)):
         trained = np.array([t for t in range(len(sample.tokens)) if sample.loss_mask[t]], dtype=np.int32)
@@ -29,8 +29,8 @@ def pad(samples: Sequence[Sample], weights: Sequence[np.ndarray], *, version: in
                 sample_idx=np.full(len(trained), index, dtype=np.int32),
                 staleness=(version - sample.versions[trained]).astype(np.int32),
                 uids=(sample.uid,),
-                support=_support([sample], [trained]),
+                support=_gather_support([sample], [trained]),
                 experts=sample.experts,
             )
         )
-    return _batch(microbatches, len(samples))
+    return _make_batch(microbatches, len(samples))

@@ -13,11 +13,11 @@ from ostinato.parallel.schedule import (
     Schedule,
     Seconds,
     Send,
-    _checked,
-    _needs,
-    _next,
+    _check_schedule,
+    _describe_next,
+    _find_dependencies,
     _walk,
-    orders,
+    order_computes,
     unit_seconds,
 )
 
@@ -48,7 +48,7 @@ def timing(
     later, while its sender goes on. Stages and microbatches may differ: ``seconds`` is called for each
     computation. Raises ValueError as ``orders`` does."""
     busy, last = [0.0] * ranks, 0.0
-    order = orders(name, ranks=ranks, virtual=virtual, parts=parts)
+    order = order_computes(name, ranks=ranks, virtual=virtual, parts=parts)
     for rank, _, start, end in _walk(order, seconds, transfer):
         busy[rank] += end - start
         last = max(last, end)
@@ -61,7 +61,7 @@ def bubble(*, ranks: int, virtual: int = 1, parts: int) -> float:
     arXiv 2104.04473 sections 2.2.1 and 2.2.2, as a share of the whole step and not of its ideal. Exact for
     V = 1 or M >= P, whether M is a multiple of P or not; else a lower bound (``timing`` is exact).
     """
-    _checked(Schedule.FORWARD, ranks, virtual, parts)
+    _check_schedule(Schedule.FORWARD, ranks, virtual, parts)
     return (ranks - 1) / (virtual * parts + ranks - 1)
 
 
@@ -80,7 +80,7 @@ def peaks(listed: Sequence[Action]) -> Peaks:
     waiting: set[Compute] = set()
     for action in listed:
         if isinstance(action, Receive):
-            waiting.add(action.of)
+            waiting.add(action.compute)
             most_waiting = max(most_waiting, len(waiting))
         elif isinstance(action, Compute):
             waiting.discard(_input(action))
@@ -106,21 +106,21 @@ def rendezvous(lists: Sequence[Sequence[Action]]) -> None:
             while place[rank] < len(listed):
                 action = listed[place[rank]]
                 if isinstance(action, Compute):
-                    missing = [one for one in _needs(action, chunks) if one not in have[rank]]
+                    missing = [one for one in _find_dependencies(action, chunks) if one not in have[rank]]
                     if missing:
                         raise ValueError(f"rank {rank} runs the {action} before it has the {missing[0]}")
                     have[rank].add(action)
                 else:
-                    other = action.to if isinstance(action, Send) else action.source
+                    other = action.receiver if isinstance(action, Send) else action.source
                     if not _meets(rank, action, lists[other], place[other]):
                         break
-                    have[action.to if isinstance(action, Send) else rank].add(action.of)
+                    have[action.receiver if isinstance(action, Send) else rank].add(action.compute)
                     place[other] += 1
                 place[rank] += 1
                 moved = True
     if any(place[rank] < len(lists[rank]) for rank in range(ranks)):
         ahead = zip(lists, place, strict=True)
-        raise Deadlock([_next(listed, at) for listed, at in ahead])
+        raise Deadlock([_describe_next(listed, at) for listed, at in ahead])
 
 
 def _meets(rank: int, action: Send | Receive, theirs: Sequence[Action], at: int) -> bool:
@@ -128,8 +128,8 @@ def _meets(rank: int, action: Send | Receive, theirs: Sequence[Action], at: int)
     if at >= len(theirs):
         return False
     if isinstance(action, Send):
-        return theirs[at] == Receive(action.of, rank)
-    return theirs[at] == Send(action.of, rank)
+        return theirs[at] == Receive(action.compute, rank)
+    return theirs[at] == Send(action.compute, rank)
 
 
 def _input(compute: Compute) -> Compute:

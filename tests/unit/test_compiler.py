@@ -124,7 +124,7 @@ def test_a_folder_of_another_user_is_refused(code: NativeCode) -> None:
 def test_processes_that_start_together_compile_once(code: NativeCode, tmp_path: Path) -> None:
     """Each of eight samplers compiled the same kernels at once, minutes of each core."""
     built(code)  # is there a compiler?
-    real = compiler.find()
+    real = compiler.find_compiler()
     assert real is not None
     calls, wrapper = tmp_path / "calls", tmp_path / "bin" / Path(real).name
     wrapper.parent.mkdir()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ostinato.isa import apply, flags, instruction_set, of_sysctl
+from ostinato.isa import apply, flags, instruction_set, parse_sysctl
 
 AVX2 = "flags : fpu sse2 avx avx2 fma f16c bmi2"
 AVX512 = f"{AVX2} avx512f avx512bw avx512cd avx512dq avx512vl"
@@ -68,5 +68,5 @@ def test_torch_is_capped_too_but_never_against_the_user() -> None:
 )
 def test_a_mac_names_its_processor_by_sysctl(output: str, name: str) -> None:
     """Written after Apple's documentation; it was never run on a Mac."""
-    assert instruction_set({}, of_sysctl(output)) == name
-    assert of_sysctl(output).splitlines()[0].split(" : ")[1] in output
+    assert instruction_set({}, parse_sysctl(output)) == name
+    assert parse_sysctl(output).splitlines()[0].split(" : ")[1] in output

@@ -14,7 +14,7 @@ import pytest
 from ostinato.config import Recipe, dump_toml
 from ostinato.launch import session
 from ostinato.launch.session import learn, resume
-from ostinato.lock import LOCK, Locked, locked
+from ostinato.lock import LOCK, Locked, hold_lock
 from ostinato.run import RunFolder
 
 HOLDER = """
@@ -31,13 +31,13 @@ with locked(Path(sys.argv[1])):
 
 def test_the_second_is_refused_with_folder_holder_and_fix(tmp_path: Path) -> None:
     named = rf"run folder {tmp_path} is in use by process {os.getpid()} on \S+ since \d{{4}}-.*"
-    with locked(tmp_path):
-        with pytest.raises(Locked, match=rf"{named}; wait .*kill {os.getpid()}"), locked(tmp_path):
+    with hold_lock(tmp_path):
+        with pytest.raises(Locked, match=rf"{named}; wait .*kill {os.getpid()}"), hold_lock(tmp_path):
             pass
         (tmp_path / LOCK).write_text("")  # its holder has not written its name yet
-        with pytest.raises(Locked, match="in use by another process; wait"), locked(tmp_path):
+        with pytest.raises(Locked, match="in use by another process; wait"), hold_lock(tmp_path):
             pass
-    with locked(tmp_path):
+    with hold_lock(tmp_path):
         pass
 
 
@@ -47,13 +47,13 @@ def test_a_killed_holder_holds_nothing_though_its_children_live(tmp_path: Path) 
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as holder:
         assert holder.stdout is not None
         child = int(holder.stdout.readline())
-        with pytest.raises(Locked, match=f"process {holder.pid} on"), locked(tmp_path):
+        with pytest.raises(Locked, match=f"process {holder.pid} on"), hold_lock(tmp_path):
             pass
         holder.kill()
         holder.wait()
         try:
             os.kill(child, 0)
-            with locked(tmp_path):
+            with hold_lock(tmp_path):
                 pass
         finally:
             os.kill(child, 9)
@@ -62,7 +62,10 @@ def test_a_killed_holder_holds_nothing_though_its_children_live(tmp_path: Path) 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     """A colleague's ``resume`` of a run ended in the bare error of a hidden file."""
     (tmp_path / "run").touch()
-    with pytest.raises(OSError, match=r"run cannot be written \(Not a directory\)"), locked(tmp_path / "run"):
+    with (
+        pytest.raises(OSError, match=r"run cannot be written \(Not a directory\)"),
+        hold_lock(tmp_path / "run"),
+    ):
         pass
 
 
@@ -73,7 +76,7 @@ def test_a_file_system_without_locks_is_named_and_worked_on(
         raise OSError(errno.ENOSYS, "Function not implemented")
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
-    with locked(tmp_path):
+    with hold_lock(tmp_path):
         pass
     assert f"{tmp_path / LOCK} cannot be locked" in caplog.text
 
@@ -88,7 +91,7 @@ def test_two_never_resume_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         raise AssertionError("work began")
 
     monkeypatch.setattr(session, "_session", work)
-    with locked(run.path), pytest.raises(ValueError, match="is in use by process"):
+    with hold_lock(run.path), pytest.raises(ValueError, match="is in use by process"):
         resume(run.path, "trainer.steps=200", quiet=True)
     assert sorted(run.path.iterdir()) == [run.path / LOCK, *before]
     with pytest.raises(AssertionError, match="work began"):
@@ -100,7 +103,7 @@ def test_a_run_that_did_not_begin_leaves_no_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     def work(*arguments: object, path: Path, **more: object) -> None:
-        with pytest.raises(Locked), locked(path):
+        with pytest.raises(Locked), hold_lock(path):
             pass
         raise error
 

@@ -316,9 +316,9 @@ def test_control_tokens_are_the_templates_whatever_a_message_holds(
 def test_a_chat_that_cannot_fit_is_refused_by_its_characters(chatml: Renderer) -> None:
     """4 MB were encoded for seconds before they were refused; what may fit is encoded."""
     most = len(chatml.chat([USER]))
-    assert len(chatml.chat([USER], most=most)) == most
+    assert len(chatml.chat([USER], max_tokens=most)) == most
     with pytest.raises(TooLong, match="100"):
-        chatml.chat([{**USER, "content": "a" * 4_000_000}], most=100)
+        chatml.chat([{**USER, "content": "a" * 4_000_000}], max_tokens=100)
     longest = max(map(len, chatml.tokenizer.get_vocab()))
     chatml.check_fits("a" * longest * 100, 100)
 

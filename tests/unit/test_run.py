@@ -118,7 +118,7 @@ def test_zeros_in_the_middle_of_a_log_name_the_file(tmp_path: Path) -> None:
     with log.path.open("r+b") as file:
         file.seek(log.path.stat().st_size // 2)
         file.write(bytes(200))
-    for reading in (log.rows, lambda: log.since(2), lambda: log.keep(lambda _: True)):
+    for reading in (log.rows, lambda: log.rows_since(2), lambda: log.keep(lambda _: True)):
         with pytest.raises(ValueError, match=r"trajectories\.jsonl\.zst is damaged .*move the file away"):
             list(reading() or ())
 
@@ -261,4 +261,4 @@ def test_later_rows_are_read_without_the_others(tmp_path: Path) -> None:
     log.append({"n": 3, "step": 2}, {"n": 4, "step": 5})
     for step in range(8):
         wanted = [row for row in log.rows() if row["step"] >= step]
-        assert list(log.since(step)) == wanted
+        assert list(log.rows_since(step)) == wanted

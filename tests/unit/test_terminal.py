@@ -20,7 +20,7 @@ from rich.table import Table
 
 from ostinato.cli.generate import Voice, answer_stream
 from ostinato.config import Recipe, dump_toml
-from ostinato.inputs import escaping
+from ostinato.inputs import escape_stream
 from ostinato.launch import session
 from ostinato.launch.progress import Monitor
 from ostinato.pipeline.signals import Ended, ending
@@ -28,7 +28,7 @@ from ostinato.render import Renderer
 from ostinato.run import RunFolder
 from ostinato.tables import Table as ReportTable
 from ostinato.tables import terminal_table
-from ostinato.terminal import Screen, logged, say, waiting
+from ostinato.terminal import Screen, announce_work, say, show_log
 
 
 def broken_pipe() -> io.TextIOWrapper:
@@ -42,7 +42,7 @@ def test_notes_appear_above_the_live_line_and_only_while_a_command_shows_them(
 ) -> None:
     logger, out = logging.getLogger("ostinato.launch.engine"), io.StringIO()
     monkeypatch.setattr(sys, "stdout", out)
-    with logged(), Monitor(3, console=Console(file=out, force_terminal=True, width=60)):
+    with show_log(), Monitor(3, console=Console(file=out, force_terminal=True, width=60)):
         logger.info("[a] note")
     logger.warning("another")
     assert "\n[a] note\n" in out.getvalue().replace("\x1b[2K", "").replace("\r", "\n")
@@ -52,7 +52,7 @@ def test_notes_appear_above_the_live_line_and_only_while_a_command_shows_them(
 def test_a_reader_that_is_gone_is_an_error_by_name() -> None:
     with broken_pipe() as stream:
         with pytest.raises(BrokenPipeError):
-            print("the table", file=escaping(stream), flush=True)
+            print("the table", file=escape_stream(stream), flush=True)
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
@@ -64,7 +64,7 @@ def test_other_errors_are_raised() -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
     with pytest.raises(OSError, match="No space left"):
-        escaping(Full()).write("x")
+        escape_stream(Full()).write("x")
 
 
 def test_a_second_sigterm_disturbs_nothing_while_all_is_closed() -> None:
@@ -129,7 +129,7 @@ def test_control_characters_are_shown_as_text(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("COLUMNS", "200")
     out = terminal(monkeypatch)
     say(f"[b]line\n\tof {CONTROL}")
-    with logged():
+    with show_log():
         logging.getLogger("ostinato.x").warning(CONTROL)
     screen = Screen()
     table = Table(CONTROL, title=CONTROL)
@@ -191,12 +191,12 @@ def test_what_takes_long_is_said_while_it_lasts(error: bool, capsys: pytest.Capt
     said = threading.Event()
     listener = logging.Handler()
     listener.emit = lambda record: said.set()
-    with logged("ostinato.terminal", error=error):
+    with show_log("ostinato.terminal", error=error):
         logging.getLogger("ostinato.terminal").addHandler(listener)
         try:
-            with waiting("loading the weights", after_s=0.0):
+            with announce_work("loading the weights", after_s=0.0):
                 assert said.wait(60)
-            with waiting("what is done at once", after_s=1e6):
+            with announce_work("what is done at once", after_s=1e6):
                 pass
         finally:
             logging.getLogger("ostinato.terminal").removeHandler(listener)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ostinato.options import Hosts, Origins, access
+from ostinato.options import Hosts, Origins, make_access
 from ostinato.terminal import say
 
 app = typer.Typer(
@@ -74,5 +74,5 @@ def serve(
         assert chats is not None
         app = Upstream(url, chats, key).app()
         say(f"OpenAI address {address(listening)}/v1 in front of {url}, {budget} tokens (Ctrl-C ends it)")
-        allowed = access(allowed_hosts, origins).with_types(FILES)
+        allowed = make_access(allowed_hosts, origins).permit_types(FILES)
         HttpServer(app, listening, allowed).serve_until_signal()

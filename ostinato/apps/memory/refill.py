@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ostinato.apps.memory.facts import MONTHS, PLAIN, dates, names, numbers, words_of
-from ostinato.control_tokens import after_thinking
+from ostinato.control_tokens import strip_thinking
 
 _SENTENCE = re.compile(r"[^.!?\n]*(?:[.!?](?=\S)[^.!?\n]*)*[.!?]*\n*\s*")
 FILLER = frozenset(
@@ -130,7 +130,7 @@ def messages(left: str, original: str, right: str, budget: int) -> list[dict[str
 
 def clean_answer(answer: str) -> str:
     """Strip an answer of a chat model: a thought, the dashes, quotation marks around it, and blanks."""
-    text = after_thinking(answer).strip().strip("-").strip()
+    text = strip_thinking(answer).strip().strip("-").strip()
     return text[1:-1].strip() if len(text) > 1 and text[0] == text[-1] == '"' else text
 
 

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from ostinato.apps.plan.traffic import Traffic
-from ostinato.parallel.gpus import Gpu, gpu_named
+from ostinato.parallel.gpus import Gpu, find_gpu
 from ostinato.parallel.layout import Layout
 
 # also in README.md and docs/index.md
@@ -38,7 +38,7 @@ def parse_cluster(text: str) -> Cluster:
     parts = re.fullmatch(r"(?:(\d+)x)?(\d+)x([A-Za-z0-9][\w-]*)", plain)
     if parts is None:
         raise ValueError(f"gpus is {text!r}; write a number and a device, like 64xH800-80 or 8x8xH100-80")
-    count, gpu = int(parts[2]), gpu_named(parts[3])
+    count, gpu = int(parts[2]), find_gpu(parts[3])
     if parts[1]:
         nodes, per_node = int(parts[1]), count
     elif count <= PER_NODE or gpu.name == "cpu":

@@ -40,18 +40,18 @@ from ostinato.apps.plan.time import SPREAD, refit_bytes, step_traffic
 from ostinato.parallel.elements import stage_elements
 from ostinato.parallel.gpus import GB
 from ostinato.parallel.layout import Layout
-from ostinato.parallel.load import SIGMA, expert_loads, imbalance
+from ostinato.parallel.load import SIGMA, expert_loads, measure_imbalance
 from ostinato.parallel.memory import FRAGMENTATION
 from ostinato.parallel.placement import (
-    contiguous,
     owner_of,
-    place,
+    place_by_load,
+    place_contiguously,
     placed_experts,
     read_placement,
     write_placement,
 )
-from ostinato.run import RunFolder, atomic_write, recorded_routes, to_json
-from ostinato.terminal import Screen, logged, waiting
+from ostinato.run import RunFolder, atomic_write, read_routes, to_json
+from ostinato.terminal import Screen, announce_work, show_log
 
 HOUR = 3600.0
 MOST = 1024  # GPUs that are looked at
@@ -91,7 +91,10 @@ def plan(
     if start and str(json_file) == "-":
         raise ValueError("--launch and --json - both write to standard output; give --json a file")
     request, sizes = ask(model, gpus, options), dict[str, Any]()
-    with logged(error=True), waiting(f"looking for plans of {request.problem.model.name}, up to a minute"):
+    with (
+        show_log(error=True),
+        announce_work(f"looking for plans of {request.problem.model.name}, up to a minute"),
+    ):
         if least:
             ranking, request, sizes = _find_smallest(request, model, options)
         elif not (ranking := _rank_plans(request)).plans:
@@ -455,7 +458,7 @@ def place_experts(run: Path, ranks: int, out: Path, *, nodes: int = 1, current: 
     config = read_config(model_folder(recipe.model.path))
     if config.moe is None:
         raise ValueError(f"{recipe.model.path} has no experts to place; name a run of a mixture of experts")
-    routes = list(recorded_routes(folder).values())
+    routes = list(read_routes(folder).values())
     if len(routes) < 2:
         raise ValueError(
             f"{run} has kept routes of {len(routes)} steps; two at least are needed, so train with "
@@ -463,8 +466,8 @@ def place_experts(run: Path, ranks: int, out: Path, *, nodes: int = 1, current: 
         )
     windows = np.stack([expert_loads(route, config.moe.num_experts) for route in routes])
     layers, experts = windows.shape[1:]
-    neighbours = contiguous(layers, experts, ranks)
-    placement = place(windows[::2].sum(0), ranks, nodes=nodes)
+    neighbours = place_contiguously(layers, experts, ranks)
+    placement = place_by_load(windows[::2].sum(0), ranks, nodes=nodes)
     owners = {"neighbours": neighbours, "placed": placement}
     if current is not None:
         owners["current"] = owner_of(read_placement(current, ranks))
@@ -477,5 +480,5 @@ def _print_imbalance(loads: np.ndarray, owners: Mapping[str, np.ndarray], ranks:
     print(f"straggler factor (largest load of a rank / mean) under {ranks} expert ranks, judged by steps")
     print("that had no say in the placement:")
     for name, owner in owners.items():
-        result = imbalance(loads, owner, ranks)
+        result = measure_imbalance(loads, owner, ranks)
         print(f"  {name:<11} {result.straggler:.3f}, worst layer {result.worst_straggler:.3f}")

@@ -15,7 +15,7 @@ from ostinato.model.config import ModelConfig
 from ostinato.parallel.activations import FP32
 from ostinato.parallel.elements import local, stage_elements
 from ostinato.parallel.load import expected_straggler
-from ostinato.parallel.memory import Training, fragmentation, weight_bytes
+from ostinato.parallel.memory import Training, estimate_fragmentation, weight_bytes
 
 
 def microbatches(problem: Problem, setup: Setup) -> int:
@@ -126,7 +126,7 @@ def sampler_memory(problem: Problem, setup: Setup, *, shared: float = 0.0) -> Me
     if shared:
         terms = {"base weights": shared, **terms, "sampler weights": 0.0}
     terms |= {"KV cache": cache_bytes(problem, setup), "prefill": sampler_workspace(problem, setup)}
-    terms |= {"context": problem.context, "fragmentation": fragmentation(terms)}
+    terms |= {"context": problem.context, "fragmentation": estimate_fragmentation(terms)}
     return Memory(terms={name: size for name, size in terms.items() if size})
 
 

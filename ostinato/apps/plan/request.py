@@ -17,7 +17,7 @@ from ostinato.apps.plan.search import Allowed
 from ostinato.apps.plan.time import Roofline
 from ostinato.inputs import parse_json
 from ostinato.model.shapes import AdapterSpec, ExpertScheme
-from ostinato.options import options_of
+from ostinato.options import add_options
 from ostinato.parallel.gpus import GB
 from ostinato.parallel.layout import Layout
 from ostinato.parallel.memory import DType, Precision
@@ -99,7 +99,7 @@ class Options:
     host_memory: Annotated[float, typer.Option(min=0, help="GB of a node; 0: a built-in guess.")] = 0.0
 
 
-plan_options = options_of(Options, "options")
+plan_options = add_options(Options, "options")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

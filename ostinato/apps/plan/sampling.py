@@ -24,7 +24,7 @@ from ostinato.model.config import ModelConfig
 from ostinato.model.flops import Part, layer_rates
 from ostinato.model.shapes import AdapterSpec
 from ostinato.parallel.elements import stage_elements, table_size
-from ostinato.parallel.gpus import peak
+from ostinato.parallel.gpus import find_peak
 from ostinato.parallel.layout import Layout
 from ostinato.parallel.load import distinct_ranks, expected_straggler
 from ostinato.parallel.memory import DType, weight_bytes
@@ -162,7 +162,7 @@ class _Pass:
     def speed(self) -> float:
         """FLOP/s. fp8 weights are multiplied as they are; other codes are widened first."""
         gpu, precision = self.problem.cluster.gpu, self.problem.precision
-        return peak(gpu, precision.sampler if precision.sampler == DType.FP8 else precision.compute)
+        return find_peak(gpu, precision.sampler if precision.sampler == DType.FP8 else precision.compute)
 
     @property
     def hbm(self) -> float:

@@ -33,7 +33,7 @@ from ostinato.model.config import ModelConfig
 from ostinato.model.flops import LayerRates, Part, Rates, layer_rates
 from ostinato.model.shapes import AdapterSpec
 from ostinato.parallel.elements import gradient_sums, is_moe, layer_elements, stage_elements, table_size
-from ostinato.parallel.gpus import peak
+from ostinato.parallel.gpus import find_peak
 from ostinato.parallel.layout import Layout
 from ostinato.parallel.load import expected_straggler
 from ostinato.parallel.memory import DType, weight_bytes
@@ -163,7 +163,7 @@ class _MicrobatchPrice:
 
     @property
     def speed(self) -> float:
-        return peak(self.problem.cluster.gpu, self.problem.precision.compute)
+        return find_peak(self.problem.cluster.gpu, self.problem.precision.compute)
 
     def stages(self, backward: bool) -> list[Terms]:
         """Return the terms of every stage for a microbatch."""

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ostinato.apps.product.events import Action
-from ostinato.control_tokens import after_thinking
+from ostinato.control_tokens import strip_thinking
 
 CALL_MARKS = ("<tool_call>", "</tool_call>", "<function=", "[TOOL_CALLS]")
 _CODE = re.compile(r"```.*?(?:```|\Z)", re.DOTALL)
@@ -37,7 +37,7 @@ def action_of(
     """
     if any(not _matches_tool(name, arguments, tools) for name, arguments in calls):
         return Action.INVALID
-    reply = after_thinking(text).strip()  # empty where the thought has no end
+    reply = strip_thinking(text).strip()  # empty where the thought has no end
     if reply.startswith(CALL_MARKS) or (tools and any(mark in reply for mark in CALL_MARKS)):
         return Action.INVALID
     if calls:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ostinato.terminal import logged, say
+from ostinato.terminal import say, show_log
 
 app = typer.Typer(
     name="product",
@@ -24,7 +24,7 @@ Folder = Annotated[Path, typer.Option(help="Where the loop is kept.")]
 
 
 @app.command("run")
-@logged()
+@show_log()
 def run(
     settings: Annotated[Path, typer.Argument(metavar="PRODUCT.TOML", show_default=False)],
     overrides: Overrides = None,
@@ -38,12 +38,15 @@ def run(
     from ostinato.apps.product.store import open_store
     from ostinato.database import Unavailable
     from ostinato.launch import RunFailed
-    from ostinato.lock import locked
+    from ostinato.lock import hold_lock
 
     product_settings = read_settings(settings, *(overrides or []))
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        with locked(folder, "product folder", "--folder OTHER"), open_store(product_settings.store) as store:
+        with (
+            hold_lock(folder, "product folder", "--folder OTHER"),
+            open_store(product_settings.store) as store,
+        ):
             ProductLoop(product_settings, folder, store, STAGES).run(rounds)
     except Unavailable as error:
         raise RunFailed(f"{error}; once it does, the same command goes on from the last decision") from error

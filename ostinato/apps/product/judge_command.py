@@ -14,7 +14,7 @@ from ostinato.config import Recipe
 from ostinato.launch import NothingToLearn
 from ostinato.launch.machine import configure_threads
 from ostinato.run import atomic_write
-from ostinato.terminal import Screen, logged, say
+from ostinato.terminal import Screen, say, show_log
 
 app = typer.Typer(
     name="judge",
@@ -85,7 +85,7 @@ def train(
 
 
 @app.command("eval")
-@logged()
+@show_log()
 def evaluate(
     judge: JudgeName,
     rows: Pairs,

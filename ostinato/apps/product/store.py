@@ -289,7 +289,7 @@ def open_store(where: str | Path) -> Store:
     Unavailable for a database that does not answer.
     """
     first = {MARKS: [{"name": name, "value": float(name == "schema")} for name in ("schema", "seq", "floor")]}
-    database = open_database(where, TABLES, "a store of feedback", first=first, durable=True)
+    database = open_database(where, TABLES, "a store of feedback", first_rows=first, durable=True)
     version = database.scalar(sa.select(MARKS.c.value).where(MARKS.c.name == "schema"))
     if version != 1:
         database.close()

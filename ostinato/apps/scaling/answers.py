@@ -19,7 +19,7 @@ from ostinato.apps.scaling.reading import Window
 from ostinato.observe.costs import cost_tables, is_torn
 from ostinato.observe.ledger import read, set_price, summary
 from ostinato.run import RunFolder
-from ostinato.tables import NONE, Table, compute_text
+from ostinato.tables import NONE, Table, format_compute
 
 TORN = "The last line of its ledger was torn by a kill and is not counted."
 
@@ -50,7 +50,7 @@ def both(interval: Interval | None, form: str = "{:.3f}") -> str:
 
 
 def _format(value: float, form: str) -> str:
-    return form.format(value) if form and math.isfinite(value) else compute_text(value)
+    return form.format(value) if form and math.isfinite(value) else format_compute(value)
 
 
 def _as_dict(interval: Interval | None) -> dict[str, float] | None:
@@ -119,7 +119,7 @@ class CurveEstimate:
         """Say whether the curve is identified and why, what was fitted, and which flags it has."""
         assessment, series, window = self.assessment, self.posterior.series, self.window
         excluded_count = len(window.whole) - len(series)
-        ends = f"{compute_text(series.compute[0])} to {compute_text(series.compute[-1])} {window.unit}"
+        ends = f"{format_compute(series.compute[0])} to {format_compute(series.compute[-1])} {window.unit}"
         parts = [f"{len(series)} evaluations from {ends}"]
         parts += [f"{excluded_count} outside of --cut and --until left out"] * bool(excluded_count)
         parts += [f"{series.unmeasured} without a score left out"] * bool(series.unmeasured)
@@ -186,8 +186,8 @@ def forecasts(window: Window, at: Sequence[float], targets: Sequence[float]) -> 
             span(prediction.measured),
             span(gain, "{:+.3f}"),
         )
-        rows.append((f"{compute_text(prediction.compute)} {unit}\nscore", *cells))
-    columns = ("median", "90 % interval", "of one evaluation", f"gain on {compute_text(now)}")
+        rows.append((f"{format_compute(prediction.compute)} {unit}\nscore", *cells))
+    columns = ("median", "90 % interval", "of one evaluation", f"gain on {format_compute(now)}")
     tables = [Table(title="Score at", head=columns, rows=rows)] if scores else []
     rows = [
         (
@@ -230,7 +230,7 @@ def judge(window: Window, terms: Terms) -> Answer:
     least, price = f"{terms.min_gain:.3f}", f"{terms.price * remaining:.3f}"
     rows = [("gain of the rest\nscore", middle(decision.gain), span(decision.gain), least, price)]
     columns = ("median", "80 % interval", "least gain", "price of the rest")
-    note = f"From {compute_text(terms.budget - remaining)} to {compute_text(terms.budget)} {window.unit}."
+    note = f"From {format_compute(terms.budget - remaining)} to {format_compute(terms.budget)} {window.unit}."
     result = {
         "action": decision.action,
         "exit_code": decision.action.exit_code,
@@ -281,7 +281,7 @@ def study_sentences(study: Ablation) -> list[str]:
 def study_tables(study: Ablation, unit: str) -> list[Table]:
     """Tables of ceilings and, where B of any arm is identified, of efficiency; ``ablation.judge`` has the
     rule of verdicts."""
-    first_name, compute = study.arms[0].name, compute_text(study.common)
+    first_name, compute = study.arms[0].name, format_compute(study.common)
 
     def format_probability(arm: Arm, name: str) -> str:  # draws are too few for probabilities below 0.1 %
         p = arm.lower.get(name)
@@ -295,7 +295,7 @@ def study_tables(study: Ablation, unit: str) -> list[Table]:
             both(arm.A_less, "{:+.3f}"),
             format_probability(arm, "A"),
             both(arm.reached)
-            + (f" at {compute_text(arm.reached_at)}" if arm.reached_at < study.common else ""),
+            + (f" at {format_compute(arm.reached_at)}" if arm.reached_at < study.common else ""),
             verdict(arm),
         )
         for arm in study.arms

@@ -27,7 +27,7 @@ from ostinato.every import Axis
 from ostinato.observe.rows import abilities_left
 from ostinato.protocols import MetricWriter
 from ostinato.run import MAIN_SET, RunFolder, to_json
-from ostinato.tables import compute_text
+from ostinato.tables import format_compute
 
 logger = logging.getLogger(__name__)
 PLACES = 24  # points of the curve, evenly in ln C: a report draws lines between them
@@ -227,7 +227,7 @@ def _write_sentence(row: Mapping[str, Any], verdict: str, terms: ForecastSection
         return f"{row['gate']}: {row['reasons'][0]}"
     words = "provisionally " if row["gate"] == Standing.PROVISIONAL else ""
     ceiling = f"{words}A {_format_interval(row['A'])}"
-    budget = f"{compute_text(row['budget'])} {unit_name(terms.axis)}"
+    budget = f"{format_compute(row['budget'])} {unit_name(terms.axis)}"
     if row["at_budget"] is None:
         return f"{ceiling}; the budget of {budget} is spent"
     advice = ADVICE[Action(verdict)]

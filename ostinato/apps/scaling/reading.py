@@ -12,7 +12,7 @@ import typer
 
 from ostinato.apps.scaling.series import Series, read_csv, read_run
 from ostinato.every import Axis
-from ostinato.options import options_of
+from ostinato.options import add_options
 
 MAGNITUDES = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
 
@@ -83,7 +83,7 @@ class Reading:
         return ["R0" if name == "r0" else name.replace("_", "-") for name in names]
 
 
-reading_options = options_of(Reading, "reading")
+reading_options = add_options(Reading, "reading")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

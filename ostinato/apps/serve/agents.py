@@ -38,7 +38,7 @@ from ostinato.apps.serve.verifiers import VerifiersAgent
 from ostinato.config.tasks import VERIFIERS
 from ostinato.env.rows import to_chat
 from ostinato.objects import load_named
-from ostinato.tool_calls import arguments_of, parse_calls
+from ostinato.tool_calls import parse_arguments, parse_calls
 from ostinato.types import Completion, Emitted, NewRow, Prompt
 
 
@@ -303,7 +303,7 @@ def _are_same(messages: Sequence[Message], history: Sequence[Message]) -> bool:
 def _is_same_message(new: Message, old: Message) -> bool:
     """Compare two messages, with arguments of tools as values, since some clients reformat their JSON."""
     calls = [
-        [(call["function"]["name"], arguments_of(call)) for call in message.get("tool_calls") or ()]
+        [(call["function"]["name"], parse_arguments(call)) for call in message.get("tool_calls") or ()]
         for message in (new, old)
     ]
     texts = [(message["role"], message.get("content") or "") for message in (new, old)]

@@ -32,7 +32,7 @@ from ostinato.model.generation import sampling_defaults
 from ostinato.model.lora import Adapters
 from ostinato.model.wire import NotFinite
 from ostinato.run import RunFolder
-from ostinato.train.checkpoint import checkpoints
+from ostinato.train.checkpoint import list_checkpoints
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -224,7 +224,7 @@ async def _run_in_own_thread(function: Callable[..., T], *arguments: Any) -> T:
 
 
 def _find_newest(run: RunFolder) -> str:
-    folders = checkpoints(run.checkpoints)
+    folders = list_checkpoints(run.checkpoints)
     return folders[-1].name if folders else ""
 
 

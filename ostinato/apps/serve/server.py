@@ -18,8 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ostinato.access import READ as READ_HEADERS
-from ostinato.access import Access, is_loopback
+from ostinato.access import READ_HEADERS, Access, is_loopback
 from ostinato.apps.serve.calls import ApiError
 from ostinato.apps.serve.connections import Connection, close_expired, connection_limit
 
@@ -138,7 +137,7 @@ class Entrance:
             headers = {
                 READ[name]: value.decode("latin-1") for name, value in scope["headers"] if name in READ
             }
-            if refusal := self._access.refusal(scope["method"], headers, local=self._local):
+            if refusal := self._access.find_refusal(scope["method"], headers, local=self._local):
                 status, sentence = refusal
                 error = ApiError(sentence, status=status)
                 await JSONResponse(error.body(), status_code=status)(scope, receive, send)

@@ -22,7 +22,7 @@ from ostinato.inputs import has_surrogate
 from ostinato.launch.engine import AnyEngine
 from ostinato.model.generation import SamplingDefaults
 from ostinato.render import Renderer, TooLong
-from ostinato.train.accumulate import prompt_scores
+from ostinato.train.accumulate import score_prompt
 from ostinato.types import Completion, Emitted, Prompt, Request, Sampling, Stop
 
 LONG = 20_000  # letters to encode, or tokens to decode, in some 10 ms
@@ -144,7 +144,7 @@ class Service:
                     tools=tools,
                     template_kwargs=call.template_kwargs,
                     continue_final=call.continue_final,
-                    most=self.limits.context,
+                    max_tokens=self.limits.context,
                 )
             else:
                 self.renderer.check_fits(call.text or "", self.limits.context)
@@ -278,7 +278,7 @@ class Service:
 
         def score(engine: AnyEngine) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray] | None]:
             decoder, adapters, ops = engine.model_of(model.policy)
-            return prompt_scores(decoder, adapters, tokens, top, ops)
+            return score_prompt(decoder, adapters, tokens, top, ops)
 
         logprobs, best = await self._thread.call(score)
         likeliest = () if best is None else tuple(zip(*best, strict=True))

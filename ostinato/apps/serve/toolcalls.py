@@ -20,7 +20,7 @@ from typing import Any, Literal
 from ostinato.apps.serve.calls import ApiError, Message, ToolCall
 from ostinato.env.tools import EQUALS
 from ostinato.render import IncrementalDecoder, Renderer
-from ostinato.tool_calls import OPEN, arguments_of, parse_calls
+from ostinato.tool_calls import OPEN, parse_arguments, parse_calls
 
 CallForm = Literal["json", "equals"]
 
@@ -53,7 +53,7 @@ def for_equals(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) 
     for message in messages:
         role, text = message["role"], message.get("content") or ""
         for call in message.get("tool_calls") or ():
-            text += f"{next(iter(arguments_of(call).values()))}="
+            text += f"{next(iter(parse_arguments(call).values()))}="
         chat.append({"role": "user" if role == "tool" else role, "content": text})
     return chat
 

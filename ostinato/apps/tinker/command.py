@@ -9,7 +9,7 @@ from pathlib import Path
 from ostinato.apps.serve.command import Address
 from ostinato.launch.machine import configure_threads
 from ostinato.launch.models import recipe_of
-from ostinato.terminal import logged, say
+from ostinato.terminal import say, show_log
 
 EXAMPLE = """
     import tinker
@@ -18,7 +18,7 @@ EXAMPLE = """
 """
 
 
-@logged(error=True)
+@show_log(error=True)
 def tinker(target: str, overrides: Sequence[str], where: Address, state: Path, name: str = "") -> None:
     """Serve until a signal. Raises ValueError for a target that cannot be served."""
     say(f"loading {target}")
@@ -48,4 +48,4 @@ def tinker(target: str, overrides: Sequence[str], where: Address, state: Path, n
             kept = f"models: {num_models}, checkpoints: {num_checkpoints}"
             say(f"what clients make is kept in {state} ({kept}); Ctrl-C ends the server")
             options = {"drain_s": where.drain_s, "ending": app.state.ending}
-            HttpServer(app, server_socket, where.access.with_types(PROTO), **options).serve_until_signal()
+            HttpServer(app, server_socket, where.access.permit_types(PROTO), **options).serve_until_signal()

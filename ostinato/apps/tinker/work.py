@@ -34,12 +34,12 @@ from ostinato.engine.local import LocalEngine
 from ostinato.launch.engine import training_ops
 from ostinato.launch.machine import record_start
 from ostinato.launch.policy import Policy, load_policy, serve
-from ostinato.lock import locked
+from ostinato.lock import hold_lock
 from ostinato.model.lora import Adapters
 from ostinato.model.named import is_hub_name
 from ostinato.model.peft_io import save_peft
 from ostinato.run import atomic_folder
-from ostinato.train.accumulate import Scored, prompt_scores
+from ostinato.train.accumulate import Scored, score_prompt
 from ostinato.train.checkpoint import Checkpoint, save_checkpoint
 from ostinato.types import Completion, Emitted, Request, Stop
 
@@ -273,7 +273,7 @@ class Work:
         if body.prompt_logprobs or body.topk_prompt_logprobs:
             top, base = body.topk_prompt_logprobs, self.base
             logprobs, best = await self._thread.call(
-                lambda _: prompt_scores(base.decoder, adapters, tokens, top, base.ops)
+                lambda _: score_prompt(base.decoder, adapters, tokens, top, base.ops)
             )
             scores = PromptScores(logprobs=logprobs, top=best)
         num_scored = body.prompt_logprobs_last_n
@@ -365,7 +365,7 @@ def open_work(target: str, overrides: tuple[str, ...], state: Path, name: str = 
 
     state.mkdir(parents=True, exist_ok=True)
     with (
-        locked(state, "state folder", "--state OTHER"),
+        hold_lock(state, "state folder", "--state OTHER"),
         contextlib.closing(Registry(state / "registry.sqlite")) as registry,
         contextlib.closing(EngineThread(make)) as thread,
     ):

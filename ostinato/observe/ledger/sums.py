@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from ostinato.every import Axis
-from ostinato.observe.ledger.rows import Event, Row, Spell, devices_of, end_of, spells
+from ostinato.observe.ledger.rows import Event, Row, Spell, count_devices, find_end, spells
 
 NO_MONEY = "give it one with --price-per-device-hour, or count in device-hours"
 
@@ -32,19 +32,19 @@ def _price_spell(spell: Spell) -> float:
     return hours * price
 
 
-def _flops(spell: Spell) -> float:
+def _get_flops(spell: Spell) -> float:
     return _sum_flops(spell.row) if spell.event is Event.STEP else 0
 
 
-def _tokens(spell: Spell) -> float:
+def _get_tokens(spell: Spell) -> float:
     return spell.row["tokens"]["sampled"] if spell.event is Event.STEP else 0
 
 
 AXES: Mapping[Axis, Callable[[Spell], float]] = {
     Axis.DEVICE_HOURS: _count_device_hours,
     Axis.HOURS: _count_hours,
-    Axis.FLOPS: _flops,
-    Axis.TOKENS: _tokens,
+    Axis.FLOPS: _get_flops,
+    Axis.TOKENS: _get_tokens,
     Axis.STEPS: lambda spell: 0.0,
     Axis.MONEY: _price_spell,
 }
@@ -52,9 +52,9 @@ AXES: Mapping[Axis, Callable[[Spell], float]] = {
 
 def set_price(rows: Iterable[Row], price: float) -> list[Row]:
     """Copies of the rows, with ``price`` per device hour in the start rows that have none."""
-    new = {"price_per_device_hour": price}
+    price_fields = {"price_per_device_hour": price}
     return [
-        {**row, **new} if row["event"] == Event.START and not row["price_per_device_hour"] else row
+        {**row, **price_fields} if row["event"] == Event.START and not row["price_per_device_hour"] else row
         for row in rows
     ]
 
@@ -66,7 +66,7 @@ def spent(rows: Iterable[Row], axis: str) -> dict[int, float]:
     Raises ValueError if the ledger does not have this axis.
     """
     compute = {0: 0.0}
-    for spell, total in _running(spells(rows), Axis(axis)):
+    for spell, total in _iterate_totals(spells(rows), Axis(axis)):
         if spell.event is Event.START:  # later steps will be repeated
             compute = {step: value for step, value in compute.items() if step <= spell.row["step"]}
         if spell.event is Event.STEP:
@@ -74,11 +74,12 @@ def spent(rows: Iterable[Row], axis: str) -> dict[int, float]:
     return compute
 
 
-def _running(passed: Iterable[Spell], axis: Axis) -> Iterator[tuple[Spell, float]]:
-    """Yield each spell with the compute on ``axis`` up to its end. Raises ValueError if it has no sum."""
+def _iterate_totals(ledger_spells: Iterable[Spell], axis: Axis) -> Iterator[tuple[Spell, float]]:
+    """Yield each spell with the compute on ``axis`` up to its end. Raises ValueError if the ledger has no sum
+    on this axis."""
     total: float = 0  # whole numbers stay whole
     starts: list[Row] = []
-    for spell in passed:
+    for spell in ledger_spells:
         if spell.event is Event.START:
             starts.append(spell.start)
             if reason := _explain_uncountable(starts, axis):
@@ -167,25 +168,25 @@ class Summary:
 
 
 def summary(rows: Iterable[Row]) -> Summary:
-    """The sums of a ledger. Pools add up to all device seconds, trained and dropped tokens to all sampled
-    ones."""
+    """The sums of a ledger. The pools add up to all device seconds, and trained and dropped tokens to all
+    sampled tokens."""
     all_spells = list(spells(rows))
     counted, repeated = _split_repeated(all_spells)
-    tokens, trained = _sums([*counted, *repeated], "tokens"), _sums(counted, "tokens")
-    tokens |= {name: trained.get(name, 0) for name in tokens if name not in SAMPLED}
+    tokens, trained = _sum_by_name([*counted, *repeated], "tokens"), _sum_by_name(counted, "tokens")
+    tokens |= {name: trained.get(name, 0) for name in tokens if name not in SAMPLED_TOKENS}
     return Summary(
         sessions=sum(spell.event is Event.START for spell in all_spells),
         steps=len(counted),
         repeated=len(repeated),
         wall=_sum_wall(all_spells),
-        pools={name: _pool(all_spells, name) for name in _list_pools(all_spells)},
+        pools={name: _sum_pool(all_spells, name) for name in _list_pools(all_spells)},
         tokens=tokens,
         dropped=_count_dropped(counted, tokens),
-        flops=_sums([*counted, *repeated], "flops"),
+        flops=_sum_by_name([*counted, *repeated], "flops"),
         evaluation=_sum_evaluations(all_spells),
         forgetting=_sum_forgetting(all_spells),
         compute=_sum_compute(all_spells),
-        money=_price(all_spells),
+        money=_price_ledger(all_spells),
         currency=next((spell.start["currency"] for spell in all_spells), ""),
         notes=tuple(_explain_gaps(all_spells)),
     )
@@ -199,8 +200,8 @@ def _split_repeated(ledger_spells: Sequence[Spell]) -> tuple[list[Row], list[Row
         step, event = spell.row.get("step", 0), spell.event
         if event is Event.START:
             repeated += [
-                counted.pop(later)
-                for later in [counted_step for counted_step in counted if counted_step > step]
+                counted.pop(step_to_repeat)
+                for step_to_repeat in [counted_step for counted_step in counted if counted_step > step]
             ]
         elif event is Event.STEP:
             repeated += [counted.pop(step)] if step in counted else []
@@ -208,7 +209,7 @@ def _split_repeated(ledger_spells: Sequence[Spell]) -> tuple[list[Row], list[Row
     return list(counted.values()), repeated
 
 
-def _sums(rows: Sequence[Row], key: str) -> dict[str, int]:
+def _sum_by_name(rows: Sequence[Row], key: str) -> dict[str, int]:
     """Sums by name of the numbers under ``key``."""
     sums: Counter[str] = Counter()
     for row in rows:
@@ -226,11 +227,12 @@ def _count_dropped(counted: Sequence[Row], tokens: Mapping[str, int]) -> dict[st
 
 
 # summed over every step; all others over the steps that count
-SAMPLED = ("prefilled", "sampled", "drafted", "accepted", "injected", "recomputed")
+SAMPLED_TOKENS = ("prefilled", "sampled", "drafted", "accepted", "injected", "recomputed")
 
 
 def _sum_wall(ledger_spells: Sequence[Spell]) -> dict[str, float]:
-    """Wall seconds by use; time without a row counts as loading before a start, else as between."""
+    """Wall seconds by use. Time without a row counts as "loading" before a start row, and as "between" before
+    any other row."""
     uses = {Event.STEP: "steps", Event.EVAL: "evaluation", Event.END: "lost"}
     names = ("steps", "evaluation", "loading", "between", "lost")
     sums: dict[str, float] = dict.fromkeys(names, 0.0)
@@ -242,28 +244,32 @@ def _sum_wall(ledger_spells: Sequence[Spell]) -> dict[str, float]:
 
 def _list_pools(ledger_spells: Sequence[Spell]) -> list[str]:
     """Names of all device pools, in order of first use."""
-    names = (name for spell in ledger_spells for name in (*devices_of(spell.start), *spell.devices))
+    names = (name for spell in ledger_spells for name in (*count_devices(spell.start), *spell.devices))
     return list(dict.fromkeys(names))
 
 
-def _pool(passed: Sequence[Spell], name: str) -> Pool:
+def _sum_pool(ledger_spells: Sequence[Spell], name: str) -> Pool:
     """Device seconds of the pool ``name``, summed over all spells."""
     busy = Counter[str]()
     idle = lost = 0.0
-    for spell in passed:
+    for spell in ledger_spells:
         devices = spell.devices.get(name, 0)
-        seconds_of = spell.row.get("pools", {}).get(name, {}).get("busy", {})
-        parts = {part: devices * seconds for part, seconds in seconds_of.items()}
-        rest = devices * spell.seconds - sum(parts.values())
+        busy_seconds = spell.row.get("pools", {}).get(name, {}).get("busy", {})
+        parts = {part: devices * seconds for part, seconds in busy_seconds.items()}
+        unaccounted_seconds = devices * spell.seconds - sum(parts.values())
         busy.update(parts)
-        idle += spell.gap * devices_of(spell.start).get(name, 0)
-        lost, idle = (lost + rest, idle) if spell.event is Event.END else (lost, idle + rest)
+        idle += spell.gap * count_devices(spell.start).get(name, 0)
+        lost, idle = (
+            (lost + unaccounted_seconds, idle)
+            if spell.event is Event.END
+            else (lost, idle + unaccounted_seconds)
+        )
     return Pool(busy=dict(busy), idle=idle, lost=lost)
 
 
 def _sum_evaluations(ledger_spells: Sequence[Spell]) -> Evaluated:
     """The cost of all evaluations."""
-    evaluations = [spell for spell in ledger_spells if spell.evaluation]
+    evaluations = [spell for spell in ledger_spells if spell.is_evaluation]
     return Evaluated(
         times=sum(spell.event is Event.EVAL for spell in evaluations),
         seconds=sum(spell.seconds for spell in evaluations),
@@ -284,15 +290,15 @@ def _sum_forgetting(ledger_spells: Sequence[Spell]) -> dict[str, float]:
 
 
 def _sum_compute(ledger_spells: Sequence[Spell]) -> dict[str, float]:
-    """Total by axis, for each axis that the ledger has: steps that count, or all compute spent."""
+    """The total on each axis on which the ledger has a sum."""
     totals: dict[str, float] = {}
     for axis in AXES:
         with suppress(ValueError):
-            totals[axis] = [0, *(total for _, total in _running(ledger_spells, axis))][-1]
+            totals[axis] = [0, *(total for _, total in _iterate_totals(ledger_spells, axis))][-1]
     return totals
 
 
-def _price(ledger_spells: Sequence[Spell]) -> float | None:
+def _price_ledger(ledger_spells: Sequence[Spell]) -> float | None:
     """The price of all device hours; None where there is no bill."""
     if not ledger_spells or _explain_no_bill(ledger_spells):
         return None
@@ -326,7 +332,7 @@ def _explain_gaps(ledger_spells: Sequence[Spell]) -> Iterator[str]:
             )
     for before, spell in pairwise(ledger_spells):
         if spell.event is Event.START and before.event is not Event.END:
-            seconds = max(0.0, spell.row["process_started"] - end_of(before.row))
+            seconds = max(0.0, spell.row["process_started"] - find_end(before.row))
             yield (
                 f"Session {before.row['session']} was killed: what it did after its last row is in no sum; "
                 f"the next one started {seconds:.0f} s later."

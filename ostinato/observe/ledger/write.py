@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from ostinato.observe.ledger.rows import Event, Row, end_of, read
+from ostinato.observe.ledger.rows import Event, Row, find_end, read
 from ostinato.run import RunFolder
 
 POOL = "local"  # of a run in one process: one pool that samples, grades and trains in turn
@@ -54,40 +54,40 @@ class Ledger:
     why: str = "done"  # what the end row will say, unless an exception ends the session
 
     def __post_init__(self) -> None:
-        self._session, self._step, self._last = 0, 0, self.clock.started
-        self._part, self._lost = "train", dict[str, Any]()
-        self._before: frozenset[tuple[int, int]] = frozenset()
+        self._session, self._step, self._last_row_at = 0, 0, self.clock.started
+        self._part, self._lost_work = "train", dict[str, Any]()
+        self._earlier_rows: frozenset[tuple[int, int]] = frozenset()
 
     @contextmanager
     def session(self, step: int) -> Iterator[None]:
-        """A context that writes a start row, at finished step ``step``, and an end row; nested in a session,
-        nothing. The end row names an exception by its ``why``, if it has one, or else by its type, and the
-        seconds since the last row are lost work.
+        """Write a start row at finished step ``step`` before the block, and an end row after it. Inside
+        another session it does nothing. If the block raises, the end row has the exception's ``why`` or its
+        type, and the seconds since the last row as lost work.
 
         Raises ValueError for a ledger that cannot be read to its end."""
         if self._session:
             yield
             return
-        self._start(step)
+        self._append_start(step)
         try:
             yield
         except BaseException as error:
             failed = f"failed: {type(error.__cause__ or error).__name__}"
             with suppress(OSError):  # a full disk is the error itself
                 self.lose()
-                self._end(getattr(error, "why", failed))
+                self._append_end(getattr(error, "why", failed))
             raise
-        self._end(self.why)
+        self._append_end(self.why)
 
     def lose(self) -> None:
-        """Count the work of this process since the last row as lost, in the end row."""
-        self._lost = {"seconds": self.clock() - self._last, "part": self._part}
+        """Make the end row count the work since the last row as lost. Nothing is written yet."""
+        self._lost_work = {"seconds": self.clock() - self._last_row_at, "part": self._part}
 
     @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Work that an exception ends in this block counts as evaluation."""
+    def mark_evaluation(self) -> Iterator[None]:
+        """Count work that an exception ends in this block as evaluation."""
         self._part = "eval"
-        yield
+        yield  # without finally: after an exception the end row needs this part
         self._part = "train"
 
     def step(
@@ -103,26 +103,30 @@ class Ledger:
         self._step = step
         row = {"step": step, "seconds": seconds, "ended_at": self.clock()}
         parts = {POOL: busy} if by_pool is None else by_pool
-        self._append(Event.STEP, {**row, "pools": self._pools(seconds, parts), **work})
+        self._append(Event.STEP, {**row, "pools": self._make_pools(seconds, parts), **work})
 
     def evaluation(self, step: int, set_name: str, seconds: float, work: Row) -> None:
         """Record an evaluation of the policy after ``step`` on the set ``set_name``."""
         row = {"step": step, "set": set_name, "seconds": seconds, "ended_at": self.clock()}
         busy = {SAMPLERS if self.terms.pools else POOL: {"eval": seconds}}
-        self._append(Event.EVAL, {**row, "pools": self._pools(seconds, busy), **work})
+        self._append(Event.EVAL, {**row, "pools": self._make_pools(seconds, busy), **work})
 
     @property
-    def coming(self) -> tuple[int, int]:
+    def next_row(self) -> tuple[int, int]:
         """(session, step) of the next step row, which pays for what is sampled now."""
         return self._session, self._step + 1
 
     def has(self, row: tuple[int, int]) -> bool:
-        """Whether an earlier process has written this step row, which is ``coming`` from that process."""
-        return row in self._before
+        """Whether an earlier process has written this step row. ``row``: ``next_row`` of that process."""
+        return row in self._earlier_rows
 
-    def _start(self, step: int) -> None:
+    def _append_start(self, step: int) -> None:
+        """Begin a session at finished step ``step``, with a start row; the step rows of earlier ones are
+        read."""
         rows, terms = read(self.folder), self.terms
-        self._before = frozenset((row["session"], row["step"]) for row in rows if row["event"] == Event.STEP)
+        self._earlier_rows = frozenset(
+            (row["session"], row["step"]) for row in rows if row["event"] == Event.STEP
+        )
         start = {
             "at": self.clock(),
             "process_started": self.clock.started,
@@ -134,15 +138,15 @@ class Ledger:
             "price_per_device_hour": terms.price_per_device_hour,
             "currency": terms.currency,
         }
-        back = max(map(end_of, rows), default=0.0) - self.clock.started
+        clock_back_s = max(map(find_end, rows), default=0.0) - self.clock.started
         self._session = max((row["session"] for row in rows), default=0) + 1
         self._step = step
-        self._append(Event.START, start | ({"clock_back": back} if back > 0 else {}))
+        self._append(Event.START, start | ({"clock_back": clock_back_s} if clock_back_s > 0 else {}))
 
-    def _end(self, why: str) -> None:
-        self._append(Event.END, {"at": self.clock(), "step": self._step, "why": why, **self._lost})
+    def _append_end(self, why: str) -> None:
+        self._append(Event.END, {"at": self.clock(), "step": self._step, "why": why, **self._lost_work})
 
-    def _pools(self, seconds: float, busy: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
+    def _make_pools(self, seconds: float, busy: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
         """The devices of each pool, and how many of ``seconds`` they were busy and idle."""
         parts = {name: dict(busy.get(name, {})) for name in self.terms.by_pool}
         return {
@@ -155,5 +159,5 @@ class Ledger:
         }
 
     def _append(self, event: Event, row: Row) -> None:
-        self._last = self.clock()
+        self._last_row_at = self.clock()
         self.folder.ledger.append({"event": event, "session": self._session, **row})

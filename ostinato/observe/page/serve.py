@@ -173,7 +173,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         headers = {name.lower(): value for name, value in self.headers.items()}
-        if refusal := self.server.access.refusal("GET", headers, local=is_loopback(self.server.host)):
+        if refusal := self.server.access.find_refusal("GET", headers, local=is_loopback(self.server.host)):
             status, sentence = refusal
             self._send(
                 HTTPStatus(status), escape_surrogates(f"{sentence}\n").encode(), "text/plain; charset=utf-8"

@@ -35,7 +35,7 @@ from ostinato.apps.scaling.series import simulate_series
 from ostinato.cli.app import main
 from ostinato.config import Recipe, dump_toml
 from ostinato.every import Axis
-from ostinato.lock import locked
+from ostinato.lock import hold_lock
 from ostinato.observe.rows import RunRows
 from ostinato.run import RunFolder
 
@@ -250,7 +250,7 @@ def test_two_never_train_into_one_folder(recipe: Path, tmp_path: Path) -> None:
     """A killed parent leaves its children at work, and another ablation would train beside them."""
     jobs = some_jobs(recipe, tmp_path)[:1]
     jobs[0].folder.mkdir(parents=True)
-    with locked(jobs[0].folder):
+    with hold_lock(jobs[0].folder):
         (state,) = run(jobs, 1, ignore, command=child(DONE), pause=short)
     assert state.what == "failed" and f"is in use by process {os.getpid()} on" in state.error
     assert not (jobs[0].folder / "train.log").exists()

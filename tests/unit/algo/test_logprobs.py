@@ -420,7 +420,7 @@ def test_the_reference_policy_has_the_same_action_space() -> None:
         settings=TrainerSection(lr=1e-12),
     )
     (part, *_) = [trainer._guard.inputs(one) for one in batch.microbatches]
-    (scored,) = trainer._with_reference([part])
+    (scored,) = trainer._add_reference([part])
     assert scored.reference is not None
     np.testing.assert_allclose(scored.reference.numpy(), part.source.logprobs, atol=2e-5)
 

@@ -23,8 +23,8 @@ from ostinato.algo.advantages import (
     advantages,
     advantages_apart,
     check_group_size,
+    has_zero_variance,
     overlong_penalty,
-    zero_variance,
 )
 from ostinato.algo.algorithms import BOUNDS, NAMED, Algorithm, Loss, algorithm, policy_loss
 from ostinato.algo.losses import LossTerms
@@ -123,8 +123,8 @@ def test_leave_one_out_equals_its_definition(rewards: list[float]) -> None:
 
 
 def test_zero_variance() -> None:
-    assert zero_variance(np.array([1.0, 1.0, NAN])) and zero_variance(np.array([NAN, 1.0]))
-    assert not zero_variance(np.array([1.0, 0.0]))
+    assert has_zero_variance(np.array([1.0, 1.0, NAN])) and has_zero_variance(np.array([NAN, 1.0]))
+    assert not has_zero_variance(np.array([1.0, 0.0]))
 
 
 def test_overlong_penalty_by_hand() -> None:
@@ -442,7 +442,7 @@ def test_bypass_and_decoupled_agree_on_the_first_minibatch() -> None:
     sampled = new.detach() - torch.tensor([0.05, -0.1, 0.1], dtype=torch.float64)
     bypass = policy_loss(algorithm("grpo"), new, sampled, a, w, idx, num_samples=2)
     tis = algorithm("grpo", correction="token_truncate")
-    assert tis.decoupled and not algorithm("grpo").decoupled
+    assert tis.is_decoupled and not algorithm("grpo").is_decoupled
     correction = importance_weights(
         new - sampled, idx, 2, tis.correction, low=tis.correction_low, high=tis.correction_high
     )
@@ -457,7 +457,7 @@ def test_an_anchor_at_the_trainer_without_a_correction_ignores_the_sampler() -> 
     sampler thought of the token is nowhere in it."""
     new, sampled, a, w, idx = arguments()
     ignoring = algorithm("grpo", anchor="trainer")
-    assert ignoring.decoupled and ignoring.correction is Correction.NONE
+    assert ignoring.is_decoupled and ignoring.correction is Correction.NONE
     weights = importance_weights(new - sampled, idx, 2, ignoring.correction)
     assert weights.tolist() == [1.0, 1.0, 1.0]
     terms = policy_loss(ignoring, new, new.detach(), a, w, idx, num_samples=2, correction=weights)

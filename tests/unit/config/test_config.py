@@ -40,7 +40,7 @@ def test_packaged_recipes_load(repository: Path) -> None:
 def test_the_arms_on_mismatch_are_recipes(repository: Path, tmp_path: Path) -> None:
     jobs = plan(repository / "recipes/arms/collapse.toml", (), seeds=[10], out=tmp_path)
     rules = {job.arm: algorithm(job.recipe.algo.name, **job.recipe.algo.overrides) for job in jobs}
-    assert {arm for arm, one in rules.items() if not one.decoupled} == {"the recipe", "bypass"}
+    assert {arm for arm, one in rules.items() if not one.is_decoupled} == {"the recipe", "bypass"}
 
 
 def test_dotted_overrides_win_over_the_file(tmp_path: Path) -> None:

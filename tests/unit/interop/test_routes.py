@@ -217,7 +217,7 @@ def test_planted_bugs_are_caught_and_named(bug: str, cause: Cause, detail: str) 
         require_aligned(native(), planted(bug))
     assert detail in caught.value.diagnosis.detail
     if cause in (Cause.SHIFTED, Cause.LAYERS, Cause.SHUFFLED):
-        assert caught.value.diagnosis.best > 0.99
+        assert caught.value.diagnosis.fixed_overlap > 0.99
 
 
 def test_one_bad_sequence_among_good_ones_is_found() -> None:

@@ -175,18 +175,18 @@ def test_a_reward_that_only_the_driver_has_is_told_when_the_grader_is_built() ->
     ],
 )
 def test_rays_words_become_a_sentence(output: str, words: str) -> None:
-    assert ray_cluster.words(RuntimeError(output)) == words
+    assert ray_cluster.describe_error(RuntimeError(output)) == words
 
 
 @pytest.mark.parametrize("address", ["somewhere", "ray://host:10001", "host:port", ":6379"])
 def test_an_address_that_is_none_is_refused(address: str) -> None:
     with pytest.raises(ValueError, match='give "auto", or host:port'):
-        ray_cluster.reach(address)
+        ray_cluster.check_reachable(address)
 
 
 def test_nobody_at_an_address_is_told_at_once() -> None:
     with pytest.raises(ValueError, match="where no Ray answers"):
-        ray_cluster.reach("127.0.0.1:9")
+        ray_cluster.check_reachable("127.0.0.1:9")
 
 
 @pytest.mark.parametrize(("end", "output"), [("os._exit(1)", ["last words"]), ("pass", [])])
@@ -198,10 +198,10 @@ def test_a_witness_speaks_only_for_who_cannot(tmp_path: Path, end: str, output: 
 
 
 def test_workers_are_given_their_threads_and_this_path() -> None:
-    environment = ray_cluster._environment(3, local=True)
+    environment = ray_cluster._make_environment(3, local=True)
     assert environment["OMP_NUM_THREADS"] == "3"
     assert str(Path(__file__).parents[3]) in environment["PYTHONPATH"].split(os.pathsep)
-    assert "PYTHONPATH" not in ray_cluster._environment(1, local=False)
+    assert "PYTHONPATH" not in ray_cluster._make_environment(1, local=False)
 
 
 @pytest.mark.parametrize(

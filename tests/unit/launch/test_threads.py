@@ -12,7 +12,7 @@ def test_products_that_hardly_come_twice_are_not_kept(monkeypatch: pytest.Monkey
     """A run in bf16 grew from 480 to 1,360 MB in 24 steps by these caches. Without native kernels they stay:
     there a decode step repeats its rows, and took 1.5 times as long without them."""
     for native, compiler, given in ((True, "c++", True), (True, None, False), (False, "c++", False)):
-        monkeypatch.setattr("ostinato.compiler.find", lambda found=compiler: found)
+        monkeypatch.setattr("ostinato.compiler.find_compiler", lambda found=compiler: found)
         environ: dict[str, str] = {}
         keep_few(native, environ)
         assert environ == (CACHES if given else {})

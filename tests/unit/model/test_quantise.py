@@ -30,7 +30,7 @@ from ostinato.model.quantise import Weights, codes, own_bytes, quantise
 from ostinato.model.shapes import ExpertScheme
 from ostinato.model.shared import shared_model
 from ostinato.model.weights import Moe, Quantised
-from ostinato.train.passes import head_products
+from ostinato.train.passes import choose_head_products
 from ostinato.types import Completion, Request, Sampling
 
 CODED = [Weights.INT8, Weights.FP8]
@@ -368,7 +368,7 @@ def test_the_numbers_are_those_of_the_same_values_in_fp32(ops: Ops, adapted: boo
 def test_the_head_multiplies_in_fp32(ops: Ops) -> None:
     """The slopes of logits were rounded to the type of the head: stored in bf16, a gradient in bf16."""
     narrow, wide = pair()
-    logits, slopes = head_products(narrow, ops)
+    logits, slopes = choose_head_products(narrow, ops)
     if logits is None or slopes is None:
         pytest.skip("both products widen the head")
     hidden = torch.randn(9, 48, generator=torch.Generator().manual_seed(0))

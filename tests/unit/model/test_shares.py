@@ -28,7 +28,7 @@ from ostinato.model.shapes import AdapterSpec, ExpertScheme
 from ostinato.model.share import Share, find_spans, size_of
 from ostinato.model.weights import Moe
 from ostinato.parallel.layout import Layout
-from ostinato.parallel.pieces import cut, fresh_adapters, own_adapters, put
+from ostinato.parallel.pieces import copy_part, fresh_adapters, own_adapters, write_part
 from ostinato.parallel.shares import shares_of
 
 SMALL: dict[str, Any] = {
@@ -124,7 +124,7 @@ def test_shares_put_together_are_the_model(family: str, layout: str, folders: Ca
     for share in all_shares(family, layout):
         part = load_model(folders(family), share=share)
         for name, weight in part.named_parameters():
-            put(found[name], find_spans(config, share, name, wanted[name].shape), weight)
+            write_part(found[name], find_spans(config, share, name, wanted[name].shape), weight)
     for name, weight in wanted.items():
         assert torch.equal(found[name], weight), name
 
@@ -256,7 +256,7 @@ def test_the_adapters_of_ranks_are_parts_of_one(family: str, text: str, scheme: 
         own, fresh = own_adapters(config, shares, spec, state), fresh_adapters(config, shares, spec, seed=5)
         for name, part in own.state_dict().items():
             assert torch.equal(part, fresh.state_dict()[name])
-            put(again[name], find_spans(config, shares[0], name, state[name].shape), part)
+            write_part(again[name], find_spans(config, shares[0], name, state[name].shape), part)
         own.prepare(torch.float32)  # the shapes of a local config
     for name, value in state.items():
         assert torch.equal(again[name], value), name
@@ -269,7 +269,7 @@ def test_any_placement_of_experts_is_kept_in_its_order(order: list[int]) -> None
     whole = torch.arange(8.0)[:, None, None].expand(8, 32, 32)
     for rank in range(4):
         (share,) = shares_of(layout, config, rank, placement)
-        part = cut(whole, find_spans(config, share, "layers.0.moe.gate_up", whole.shape))
+        part = copy_part(whole, find_spans(config, share, "layers.0.moe.gate_up", whole.shape))
         assert part[:, 0, 0].tolist() == order[2 * rank : 2 * rank + 2]
 
 

@@ -13,7 +13,7 @@ from nouns import sample_of
 from reference.plain_pack import pad
 
 from ostinato.algo.pack import Aggregation, aggregation_weights, pack
-from ostinato.algo.routing import is_never_written, part_sums, sequence_spans
+from ostinato.algo.routing import is_never_written, sequence_spans, sum_parts
 from ostinato.observe.mismatch import TAUS, arm, pearson, routers
 from ostinato.types import NO_EXPERT, Sample
 
@@ -181,7 +181,7 @@ def test_the_rows_of_a_sequence_are_found_in_a_microbatch(seed: int, budget: int
         spans = sequence_spans(microbatch)
         assert spans.shape == (len(microbatch.uids), 4)
         places = np.arange(len(microbatch.tokens))
-        sums = part_sums(np.stack([places, np.ones_like(places)]), spans)
+        sums = sum_parts(np.stack([places, np.ones_like(places)]), spans)
         for i, (uid, (start, stop, first, last)) in enumerate(zip(microbatch.uids, spans, strict=True)):
             rows = np.r_[first:last, start:stop]
             inputs = by_uid[uid].tokens[: len(rows)]

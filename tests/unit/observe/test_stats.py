@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ostinato.observe.stats import difference, estimate, wilson
-from ostinato.tables import figure_text, seconds_text, si
+from ostinato.tables import format_figure, format_seconds, format_si
 
 
 def test_intervals_of_shares_stay_inside_zero_and_one() -> None:
@@ -30,8 +30,8 @@ def test_the_interval_of_a_change_contains_it(a: float, a_error: float, b: float
 def test_words_for_numbers() -> None:
     seconds = (8.21, 59.97, 245, 12_000, 187_200)
     words = ["8.2 s", "1 min 00 s", "4 min 05 s", "3 h 20 min", "2 d 04 h"]
-    assert [seconds_text(s) for s in seconds] == words
-    assert [si(v) for v in (812, 999.9, 81_234, 1.234e15)] == ["812", "1 k", "81.2 k", "1.23 P"]
+    assert [format_seconds(s) for s in seconds] == words
+    assert [format_si(v) for v in (812, 999.9, 81_234, 1.234e15)] == ["812", "1 k", "81.2 k", "1.23 P"]
     figures = (None, 0.0, 1.789e-5, 1e-4, 0.0121, 0.99982, 0.9999999, 1234.5, -1.5)
     words = ["-", "0", "1.79e-5", "1e-4", "0.0121", "0.99982", "1", "1,234", "-1.5"]
-    assert [figure_text(value) for value in figures] == words
+    assert [format_figure(value) for value in figures] == words

@@ -67,7 +67,7 @@ class Case:
         return scores.topk(self.top_k, dim=1).indices.expand(sum(self.rows), -1)
 
     def owner(self) -> np.ndarray:
-        make = placement.contiguous if self.contiguous else scattered
+        make = placement.place_contiguously if self.contiguous else scattered
         return make(1, self.num, self.ranks)
 
 
@@ -99,7 +99,7 @@ def on_this_rank(case: Case, links: Any, rank: int, tensor: int = 1) -> dict[str
     start = sum(case.rows[:rank])
     own = slice(start, start + case.rows[rank])
     kept = torch.from_numpy(np.flatnonzero(owner[0] == links.place("e")))
-    slots = torch.from_numpy(placement.slots(owner)[0])[case.ids()[own]]
+    slots = torch.from_numpy(placement.number_slots(owner)[0])[case.ids()[own]]
     width, column = WIDTH // tensor, links.place("t") if tensor > 1 else 0
     part = slice(column * width, (column + 1) * width)
 

@@ -29,7 +29,7 @@ from ostinato.parallel.collectives import AXES, Mesh
 from ostinato.parallel.elements import stage_elements
 from ostinato.parallel.fingerprint import parameter_shapes
 from ostinato.parallel.layout import Layout
-from ostinato.parallel.shares import keeps, owned_parts, shares_of, summed_over
+from ostinato.parallel.shares import find_summed_axes, has_part, owned_parts, shares_of
 from ostinato.types import NO_EXPERT
 
 SIZES = st.sampled_from((1, 2, 3, 4))
@@ -170,11 +170,13 @@ def test_a_gradient_is_summed_over_all_with_the_same_part(text: str, model: str,
     shapes = tensors(model)
     name = data.draw(st.sampled_from(sorted(shapes)))
     shape, shares = shapes[name], [shares_of(layout, config, rank) for rank in range(layout.world)]
-    keepers = [rank for rank in range(layout.world) if any(keeps(config, one, name) for one in shares[rank])]
+    keepers = [
+        rank for rank in range(layout.world) if any(has_part(config, one, name) for one in shares[rank])
+    ]
     parts = {rank: find_spans(config, shares[rank][0], name, shape) for rank in keepers}
     rank = data.draw(st.sampled_from(keepers))
     reached = {rank}
-    for axis in summed_over(name, shape, shares[rank][0]):
+    for axis in find_summed_axes(name, shape, shares[rank][0]):
         reached = {other for one in reached for other in layout.group(axis, one)}
     stage = layout.coords(rank).pipeline
     same = {
@@ -192,7 +194,7 @@ def test_a_piece_is_summed_over_the_ranks_that_have_the_same_piece(text: str) ->
     for name in ("layers.0.attn.qkv", "layers.0.moe.router"):
         share = shares_of(layout, config, 0)[0]
         reached = {0}
-        for axis in summed_over(name, shapes[name], share, in_pieces=True):
+        for axis in find_summed_axes(name, shapes[name], share, in_pieces=True):
             reached = {other for one in reached for other in layout.group(axis, one)}
         whole = name.endswith("router") or layout.tensor == 1
         assert len(reached) == layout.stage_ranks // layout.shard // (1 if whole else layout.tensor)
@@ -258,10 +260,10 @@ def test_an_id_that_is_no_expert_is_refused() -> None:
 def test_the_factors_by_hand() -> None:
     """Two layers of four experts on two ranks, with 6 and 2 to do in the first, 4 and 4 in the second."""
     loads = np.array([[4, 2, 1, 1], [2, 2, 3, 1]])
-    found = load.imbalance(loads, placement.contiguous(2, 4, 2), 2)
+    found = load.measure_imbalance(loads, placement.place_contiguously(2, 4, 2), 2)
     assert found == load.Imbalance(ranks=2, straggler=10 / 8, worst_straggler=1.5, capacity=2.0)
     assert found.metrics["routing/straggler_ranks"] == 2.0
-    idle = load.imbalance(np.zeros((2, 4)), placement.contiguous(2, 4, 2), 2)
+    idle = load.measure_imbalance(np.zeros((2, 4)), placement.place_contiguously(2, 4, 2), 2)
     assert idle.straggler == idle.worst_straggler == idle.capacity == 1.0
 
 
@@ -272,12 +274,12 @@ PUBLISHED = {8: (1.17, 1.08, 1.30), 16: (1.32, 1.18, 1.52), 32: (1.58, 1.36, 1.9
 def test_stragglers_of_log_normal_popularity_are_the_published_ones(ranks: int) -> None:
     """384 experts, sigma 0.7, 2,000 draws: mean and 5 to 95 % range. Where popularity is drawn independently,
     experts that lie as they come and experts placed at random are the same law."""
-    loads, owner = drawn(0, 2000, 384), placement.contiguous(2000, 384, ranks)
-    found = load.stragglers(load.rank_loads(loads, owner, ranks))
+    loads, owner = drawn(0, 2000, 384), placement.place_contiguously(2000, 384, ranks)
+    found = load.compute_stragglers(load.rank_loads(loads, owner, ranks))
     mean, low, high = PUBLISHED[ranks]
     assert found.mean() == pytest.approx(mean, abs=0.012)
     assert np.quantile(found, [0.05, 0.95]) == pytest.approx([low, high], abs=0.04)
-    apart = load.stragglers(load.rank_loads(loads, scattered(2000, 384, ranks), ranks))
+    apart = load.compute_stragglers(load.rank_loads(loads, scattered(2000, 384, ranks), ranks))
     assert apart.mean() == pytest.approx(mean, abs=0.02)
 
 
@@ -288,7 +290,7 @@ def test_stragglers_of_log_normal_popularity_are_the_published_ones(ranks: int) 
 @given(problems())
 def test_near_the_optimum(problem: tuple[np.ndarray, int]) -> None:
     loads, ranks = problem
-    owner = placement.place(loads, ranks)
+    owner = placement.place_by_load(loads, ranks)
     assert np.bincount(owner[0], minlength=ranks).tolist() == [loads.shape[1] // ranks] * ranks
     largest = load.rank_loads(loads, owner, ranks).max()
     best = optimum(loads[0], ranks)
@@ -297,15 +299,19 @@ def test_near_the_optimum(problem: tuple[np.ndarray, int]) -> None:
 
 def test_nodes_are_even_before_their_ranks() -> None:
     loads = drawn(4, 6, 64)
-    by_node = placement.place(loads, 16, nodes=4)
-    assert (np.sort(by_node, axis=1) == placement.contiguous(6, 64, 16)).all()
-    spread = load.stragglers(load.rank_loads(loads, by_node // 4, 4))
+    by_node = placement.place_by_load(loads, 16, nodes=4)
+    assert (np.sort(by_node, axis=1) == placement.place_contiguously(6, 64, 16)).all()
+    spread = load.compute_stragglers(load.rank_loads(loads, by_node // 4, 4))
     assert spread.max() < 1.01
-    assert load.imbalance(loads, by_node, 16).straggler < 1.25  # what the freedom that is left allows
+    assert load.measure_imbalance(loads, by_node, 16).straggler < 1.25  # what the freedom that is left allows
 
 
 @pytest.mark.parametrize(
-    "wrong", [lambda: placement.contiguous(1, 6, 4), lambda: placement.place(np.ones((1, 8)), 4, nodes=3)]
+    "wrong",
+    [
+        lambda: placement.place_contiguously(1, 6, 4),
+        lambda: placement.place_by_load(np.ones((1, 8)), 4, nodes=3),
+    ],
 )
 def test_what_does_not_come_out_even_is_refused(wrong) -> None:
     with pytest.raises(ValueError, match="divisor"):
@@ -316,18 +322,18 @@ def test_slots_are_places_among_all_that_ranks_keep() -> None:
     owner = scattered(3, 12, 4, seed=1)
     placed = placement.placed_experts(owner, 4)
     assert (placement.owner_of(placed) == owner).all()
-    for slots, ranks in zip(placement.slots(owner), placed, strict=True):
+    for slots, ranks in zip(placement.number_slots(owner), placed, strict=True):
         in_a_row = [expert for kept in ranks for expert in kept]
         assert [int(slots[expert]) for expert in in_a_row] == list(range(12))
-    assert (placement.slots(placement.contiguous(1, 6, 3)) == np.arange(6)).all()
+    assert (placement.number_slots(placement.place_contiguously(1, 6, 3)) == np.arange(6)).all()
 
 
 @given(problems())
 def test_swaps_only_improve(problem: tuple[np.ndarray, int]) -> None:
     loads, ranks = problem
-    owner = placement.contiguous(1, loads.shape[1], ranks)[0]
+    owner = placement.place_contiguously(1, loads.shape[1], ranks)[0]
     descending = []
-    for one, other in placement.swaps(loads[0], owner, ranks):
+    for one, other in placement.find_swaps(loads[0], owner, ranks):
         descending.append(sorted(np.bincount(owner, weights=loads[0], minlength=ranks), reverse=True))
         owner[one], owner[other] = owner[other], owner[one]
     descending.append(sorted(np.bincount(owner, weights=loads[0], minlength=ranks), reverse=True))

@@ -12,7 +12,7 @@ import psutil
 import pytest
 from commands import wait_until
 
-from ostinato.parallel.launch import Place, Ranks, interface_towards, local_place, loopback
+from ostinato.parallel.launch import Place, Ranks, find_interface, local_place, loopback
 from ostinato.parallel.ranks import keep_store
 
 TORCHRUN = {
@@ -63,17 +63,17 @@ def test_ranks_end_with_the_context(tmp_path: Path) -> None:
         logs = [tmp_path / f"rank-{rank}.log" for rank in (1, 2)]
         assert wait_until(lambda: all(log.exists() and log.read_text() for log in logs), 240)
         assert [log.read_text() for log in logs] == ["1 3\n", "2 3\n"]
-        assert not ranks.ended()
+        assert not ranks.find_ended()
         children = [child for child in psutil.Process().children() if SAYS in " ".join(child.cmdline())]
         ranks.close(within_s=0.1)  # they got no order
-        assert set(ranks.ended()) == {1, 2}
+        assert set(ranks.find_ended()) == {1, 2}
     assert len(children) == 2 and not any(child.is_running() for child in children)
 
 
 def test_how_a_rank_ended_is_told_with_its_last_words(tmp_path: Path) -> None:
     command = [sys.executable, "-c", SAYS + "sys.exit(3)"]
     with Ranks.open(2, 4711, tmp_path, command) as ranks:
-        assert wait_until(ranks.ended, 240) == {
+        assert wait_until(ranks.find_ended, 240) == {
             1: f"ended: exit status 3; its last lines, in {tmp_path / 'rank-1.log'}: 1 2"
         }
 
@@ -106,9 +106,9 @@ def test_no_orphan_is_left_when_rank_0_is_killed(tmp_path: Path, how: signal.Sig
 
 
 def test_the_interface_towards_this_host_is_its_own() -> None:
-    found = interface_towards("127.0.0.1")
+    found = find_interface("127.0.0.1")
     assert found == (loopback() if sys.platform.startswith("linux") else None)
-    assert interface_towards("256.0.0.1") is None
+    assert find_interface("256.0.0.1") is None
 
 
 def test_a_local_store_listens_on_the_loopback_alone() -> None:

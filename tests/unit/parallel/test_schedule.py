@@ -19,9 +19,9 @@ from ostinato.parallel.schedule import (
     Receive,
     Schedule,
     Send,
-    actions,
-    in_flight,
-    orders,
+    count_in_flight,
+    list_actions,
+    order_computes,
 )
 
 SIZES = st.tuples(st.integers(1, 8), st.integers(1, 4), st.integers(1, 40))
@@ -38,7 +38,7 @@ def forwards(order: tuple[Compute, ...]) -> list[Compute]:
 @given(SIZES)
 def test_every_chunk_sees_every_microbatch_once_in_each_direction_and_in_order(sizes):
     ranks, virtual, parts = sizes
-    order = orders(training(virtual), ranks=ranks, virtual=virtual, parts=parts)
+    order = order_computes(training(virtual), ranks=ranks, virtual=virtual, parts=parts)
     for rank, own in enumerate(order):
         assert {one.chunk for one in own} == set(range(rank, ranks * virtual, ranks))
         for chunk, direction in product(range(rank, ranks * virtual, ranks), Pass):
@@ -49,8 +49,8 @@ def test_every_chunk_sees_every_microbatch_once_in_each_direction_and_in_order(s
 @given(SIZES)
 def test_the_order_of_forwards_is_the_same_on_all_ranks_and_without_backwards(sizes):
     ranks, virtual, parts = sizes
-    order = orders(training(virtual), ranks=ranks, virtual=virtual, parts=parts)
-    alone = orders("forward", ranks=ranks, virtual=virtual, parts=parts)
+    order = order_computes(training(virtual), ranks=ranks, virtual=virtual, parts=parts)
+    alone = order_computes("forward", ranks=ranks, virtual=virtual, parts=parts)
     as_rank_0 = [(one.chunk, one.part) for one in forwards(order[0])]
     for rank in range(ranks):
         assert [(one.chunk - rank, one.part) for one in forwards(order[rank])] == as_rank_0
@@ -61,17 +61,17 @@ def test_the_order_of_forwards_is_the_same_on_all_ranks_and_without_backwards(si
 def test_no_deadlock_where_nothing_is_buffered(sizes, train):
     ranks, virtual, parts = sizes
     name = training(virtual) if train else Schedule.FORWARD
-    rendezvous(actions(name, ranks=ranks, virtual=virtual, parts=parts))
+    rendezvous(list_actions(name, ranks=ranks, virtual=virtual, parts=parts))
 
 
 @given(SIZES, st.booleans())
 def test_both_ends_of_every_transfer_are_there_and_in_one_order(sizes, train):
     ranks, virtual, parts = sizes
     name = training(virtual) if train else Schedule.FORWARD
-    lists = actions(name, ranks=ranks, virtual=virtual, parts=parts)
+    lists = list_actions(name, ranks=ranks, virtual=virtual, parts=parts)
     for a, b in product(range(ranks), repeat=2):
-        sent = [one.of for one in lists[a] if isinstance(one, Send) and one.to == b]
-        assert sent == [one.of for one in lists[b] if isinstance(one, Receive) and one.source == a]
+        sent = [one.compute for one in lists[a] if isinstance(one, Send) and one.receiver == b]
+        assert sent == [one.compute for one in lists[b] if isinstance(one, Receive) and one.source == a]
     hops = (ranks * virtual - 1) * parts * (ranks > 1)
     transfers = sum(isinstance(one, Send) for listed in lists for one in listed)
     assert transfers == (2 if train else 1) * hops
@@ -80,25 +80,25 @@ def test_both_ends_of_every_transfer_are_there_and_in_one_order(sizes, train):
 @given(SIZES)
 def test_1f1b_keeps_what_is_left_of_the_pipeline_in_flight(sizes):
     ranks, _, parts = sizes
-    for rank, listed in enumerate(actions("1f1b", ranks=ranks, parts=parts)):
+    for rank, listed in enumerate(list_actions("1f1b", ranks=ranks, parts=parts)):
         assert peaks(listed).in_flight == min(parts, ranks - rank)
         assert peaks(listed).waiting <= 2  # boundary tensors: one in use next, one announced
-        assert in_flight("1f1b", rank=rank, ranks=ranks, parts=parts) == min(parts, ranks - rank)
+        assert count_in_flight("1f1b", rank=rank, ranks=ranks, parts=parts) == min(parts, ranks - rank)
 
 
 @given(SIZES)
 def test_in_flight_is_what_counting_says(sizes):
     ranks, virtual, parts = sizes
     for name in (training(virtual), Schedule.FORWARD):
-        for rank, listed in enumerate(actions(name, ranks=ranks, virtual=virtual, parts=parts)):
-            formula = in_flight(name, rank=rank, ranks=ranks, virtual=virtual, parts=parts)
+        for rank, listed in enumerate(list_actions(name, ranks=ranks, virtual=virtual, parts=parts)):
+            formula = count_in_flight(name, rank=rank, ranks=ranks, virtual=virtual, parts=parts)
             assert formula == peaks(listed).in_flight
 
 
 @given(SIZES)
 def test_one_rank_is_the_plain_loop(sizes):
     _, _, parts = sizes
-    (own,) = actions("1f1b", ranks=1, parts=parts)
+    (own,) = list_actions("1f1b", ranks=1, parts=parts)
     both = (Pass.FORWARD, Pass.BACKWARD)
     assert list(own) == [Compute(direction, 0, part) for part in range(parts) for direction in both]
     assert timing("1f1b", ranks=1, parts=parts).bubble == 0
@@ -108,7 +108,7 @@ def test_one_rank_is_the_plain_loop(sizes):
 def test_interleaved_keeps_what_the_paper_says(ranks, virtual, groups):
     """arXiv 2104.04473 section 2.2.2, of whole groups; rank 0 keeps (1 + (P - 1) / (P V)) times 1F1B."""
     sizes = {"ranks": ranks, "virtual": virtual, "parts": groups * ranks}
-    pairs = in_flight("interleaved", rank=0, **sizes)
+    pairs = count_in_flight("interleaved", rank=0, **sizes)
     limit = ranks * virtual + ranks - 1  # pairs of 1 / (P V) of the layers; 1F1B keeps P of 1 / P
     assert pairs == min(limit, virtual * groups * ranks)
     assert limit / (ranks * virtual) == pytest.approx(1 + (ranks - 1) / (ranks * virtual))
@@ -161,7 +161,7 @@ def test_the_slowest_stage_sets_the_pace():
 
 @pytest.mark.parametrize(("parts", "groups"), [(11, (6, 5)), (8, (4, 4)), (5, (5,)), (7, (7,)), (3, (3,))])
 def test_groups_where_microbatches_do_not_come_out_even(parts, groups):
-    (first, *_) = orders("forward", ranks=4, virtual=2, parts=parts)
+    (first, *_) = order_computes("forward", ranks=4, virtual=2, parts=parts)
     runs, size = [], 1
     for before, after in pairwise(first):
         if before.chunk == after.chunk:
@@ -196,4 +196,4 @@ def test_a_ring_of_ranks_that_wait_is_found_and_named():
 )
 def test_what_is_refused(name, changed, output):
     with pytest.raises(ValueError, match=output):
-        orders(name, **{"ranks": 2, "virtual": 1, "parts": 3, **changed})
+        order_computes(name, **{"ranks": 2, "virtual": 1, "parts": 3, **changed})

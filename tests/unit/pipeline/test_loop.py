@@ -35,7 +35,7 @@ from ostinato.pipeline.loop import Finish, LoopState
 from ostinato.pipeline.state import NoTrainableSamples, nothing_to_learn
 from ostinato.types import Batch, Group, Request, Reward, StepReport
 
-SHIFTED = Diagnosis(cause=Cause.SHIFTED, best=1.0)
+SHIFTED = Diagnosis(cause=Cause.SHIFTED, fixed_overlap=1.0)
 
 
 def test_it_learns_and_keeps_its_books(tmp_path: Path) -> None:

@@ -213,7 +213,7 @@ def test_a_refused_round_is_played_anew_alone(tmp_path: Path, caplog: pytest.Log
 
     def refuses(batch: Batch) -> StepReport:
         if len(first.rows) == 4:
-            raise Misaligned("foreign", Diagnosis(cause=Cause.STALE, best=0.5))
+            raise Misaligned("foreign", Diagnosis(cause=Cause.STALE, fixed_overlap=0.5))
         return learn(batch)
 
     first.trainer.step = refuses  # type: ignore[method-assign]

@@ -37,7 +37,7 @@ from ostinato.model.decoder import Decoder
 from ostinato.model.lora import init_adapters
 from ostinato.model.shapes import AdapterSpec, ExpertScheme
 from ostinato.parallel.elements import Elements, layer_tensors, stage_elements
-from ostinato.parallel.gpus import peak
+from ostinato.parallel.gpus import find_peak
 from ostinato.parallel.layout import Layout
 from ostinato.parallel.memory import DType, Precision
 
@@ -445,7 +445,7 @@ def test_products_are_flops_over_the_peak_by_hand() -> None:
         + 3 * config.hidden_size * config.intermediate_size
     )
     flops = 4 * per_layer * config.num_layers * one.work.rows
-    assert terms["products"] == pytest.approx(flops / peak(one.cluster.gpu, DType.BF16), rel=0.02)
+    assert terms["products"] == pytest.approx(flops / find_peak(one.cluster.gpu, DType.BF16), rel=0.02)
 
 
 def test_the_longest_answer_is_waited_for() -> None:

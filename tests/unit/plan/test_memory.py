@@ -21,7 +21,7 @@ from ostinato.model.lora import init_adapters
 from ostinato.model.packed import PackedAttention
 from ostinato.model.shapes import ROLES, AdapterSpec, ExpertScheme
 from ostinato.model.share import find_spans
-from ostinato.parallel.activations import Rows, ends, once, saved_bytes, slots_of
+from ostinato.parallel.activations import Rows, count_ends, count_rotary, saved_bytes, slots_of
 from ostinato.parallel.elements import is_moe, layer_tensors, stage_elements
 from ostinato.parallel.gpus import GB
 from ostinato.parallel.layout import Coords, Layout
@@ -202,8 +202,8 @@ def planned_saved(config: ModelConfig, spec: AdapterSpec | None, rows: int, dtyp
         saved_bytes(config, slots_of(config, spec, layer), here, dtype.num_bytes, moe=is_moe(config, layer))
         for layer in range(config.num_layers)
     ]
-    beside = ends(config, here, dtype.num_bytes, first=True, last=True, full=spec is None)
-    return sum(layers) + once(config, here, dtype.num_bytes) + beside
+    beside = count_ends(config, here, dtype.num_bytes, is_first=True, is_last=True, is_full=spec is None)
+    return sum(layers) + count_rotary(config, here, dtype.num_bytes) + beside
 
 
 TARGETS = {

@@ -38,9 +38,9 @@ from ostinato.model.shapes import AdapterSpec
 from ostinato.observe import figures as shown
 from ostinato.observe.figures import compare_plan
 from ostinato.observe.rows import RunRows
-from ostinato.parallel.load import expert_loads, imbalance
+from ostinato.parallel.load import expert_loads, measure_imbalance
 from ostinato.parallel.memory import DType, Precision
-from ostinato.parallel.placement import contiguous, owner_of, read_placement
+from ostinato.parallel.placement import owner_of, place_contiguously, read_placement
 from ostinato.routes import routes_to_json
 from ostinato.run import RunFolder
 
@@ -326,7 +326,7 @@ def loads_of(routes: list[np.ndarray]) -> np.ndarray:
 def straggler(path: Path, routes: list[np.ndarray]) -> float:
     placement = read_placement(path, 4)
     assert placement is not None
-    return imbalance(loads_of(routes), owner_of(placement), 4).straggler
+    return measure_imbalance(loads_of(routes), owner_of(placement), 4).straggler
 
 
 def test_a_placement_and_what_it_is_worth(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -335,7 +335,7 @@ def test_a_placement_and_what_it_is_worth(tmp_path: Path, capsys: pytest.Capture
     place_experts(folder.path, 4, out)
     stated = capsys.readouterr().out
     assert "neighbours" in stated and "placed" in stated and f"parallel.placement={out}" in stated
-    neighbours = imbalance(loads_of(routes), contiguous(LAYERS, EXPERTS, 4), 4).straggler
+    neighbours = measure_imbalance(loads_of(routes), place_contiguously(LAYERS, EXPERTS, 4), 4).straggler
     assert straggler(out, routes) < 1.05 < neighbours
 
 

@@ -139,7 +139,7 @@ def test_a_rebound_name_and_a_foreign_page_are_refused(server: Callable, tmp_pat
 @pytest.mark.parametrize("server", [uvicorn_server, agents])
 def test_a_body_that_needs_no_preflight_is_refused(server: Callable, tmp_path: Path) -> None:
     """A text/plain POST of any page was carried out: chats, pins in a memory, requests of Tinker."""
-    with server(STRICT.with_types("application/x-protobuf"), tmp_path) as url:
+    with server(STRICT.permit_types("application/x-protobuf"), tmp_path) as url:
         for kind in ("application/json", "Application/JSON; charset=utf-8", "application/x-protobuf"):
             assert ask(url, "POST", b"{}", Content_Type=kind)[0] in (200, 404)
         assert ask(url, "POST", b"")[0] in (200, 404)
@@ -159,8 +159,8 @@ def test_a_page_that_is_named_may_call(tmp_path: Path) -> None:
 def test_other_machines_may_call_by_any_name() -> None:
     """A server that listens beyond the loopback has a key, which a page does not know."""
     for host in ("192.0.2.7:8000", "gpu.example"):
-        assert STRICT.refusal("GET", {"host": host}, local=False) is None
-        named = Access(hosts=frozenset({"gpu.example"})).refusal("GET", {"host": host}, local=False)
+        assert STRICT.find_refusal("GET", {"host": host}, local=False) is None
+        named = Access(hosts=frozenset({"gpu.example"})).find_refusal("GET", {"host": host}, local=False)
         assert (named is None) == (host == "gpu.example")
     assert is_loopback("::1") and not is_loopback("0.0.0.0")
 

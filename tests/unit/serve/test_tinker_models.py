@@ -15,7 +15,7 @@ import pytest
 import torch
 from worlds import VOCAB, tiny_decoder
 
-from ostinato.lock import Locked, locked
+from ostinato.lock import Locked, hold_lock
 from ostinato.model.ops import TORCH_OPS
 from ostinato.observe import figures
 from ostinato.observe.concerns import concerns
@@ -186,7 +186,7 @@ def test_a_model_is_a_run_which_report_and_ledger_read_also_after_a_kill(tmp_pat
         assert [(row["step"], row["tokens/sampled"]) for row in before] == [(1, 0), (2, 7)]
         assert before[0]["tokens/trained"] == 9 * 11 and before[1]["total/trained_tokens"] == 2 * 9 * 11
         assert before[0]["loss"] > 0 < before[0]["grad_norm"] and before[0]["learning_rate"] == 0.01
-        with locked(tmp_path):  # as the server does
+        with hold_lock(tmp_path):  # as the server does
             assert status(run) == "running"
         again = Life(tmp_path)  # nothing was saved: both steps run again
         await again.tensors()
@@ -215,7 +215,7 @@ def folders(path: Path) -> tuple[Path, Path]:
     return path / "a", path / "b"
 
 
-@pytest.mark.parametrize(("method", "before"), [("optim_step", 4), ("_learned", 3)])
+@pytest.mark.parametrize(("method", "before"), [("optim_step", 4), ("_learn_part", 3)])
 def test_a_server_that_ends_in_the_middle_runs_that_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, before: int
 ) -> None:
@@ -223,10 +223,10 @@ def test_a_server_that_ends_in_the_middle_runs_that_once(
     entered, go_on, real = threading.Event(), threading.Event(), getattr(Accumulator, method)
 
     def slow(self: Accumulator, *given: Any) -> Any:
-        learned = real(self, *given) if method == "_learned" else None
+        learned = real(self, *given) if method == "_learn_part" else None
         entered.set()
         assert go_on.wait(60)
-        return learned if method == "_learned" else real(self, *given)
+        return learned if method == "_learn_part" else real(self, *given)
 
     async def main() -> None:
         one, two = folders(tmp_path)
@@ -253,7 +253,7 @@ def test_a_server_that_ends_in_the_middle_runs_that_once(
 def test_a_forward_backward_that_fails_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_restarted: bool
 ) -> None:
-    real, calls = Accumulator._learned, []
+    real, calls = Accumulator._learn_part, []
 
     def broken(self: Accumulator, *given: Any) -> Any:
         calls.append(1)
@@ -267,10 +267,10 @@ def test_a_forward_backward_that_fails_leaves_nothing(
         life = Life(two)
         life.submit(end=4)
         assert await life.state(3) == DONE
-        monkeypatch.setattr(Accumulator, "_learned", broken)
+        monkeypatch.setattr(Accumulator, "_learn_part", broken)
         life.futures.submit("r4", MODEL, 4, "forward_backward", rows(2, n=9))
         assert await life.state(4) == FAILED and len(calls) == 2
-        monkeypatch.setattr(Accumulator, "_learned", real)
+        monkeypatch.setattr(Accumulator, "_learn_part", real)
         if is_restarted:
             await life.close()
             life = Life(two)
@@ -424,7 +424,7 @@ def test_the_server_says_what_it_does_and_what_it_refuses(
 def test_a_state_in_use_is_refused_by_its_name_and_with_another(tmp_path: Path) -> None:
     """A second server was told that a run folder is in use."""
     with (
-        locked(tmp_path),
+        hold_lock(tmp_path),
         pytest.raises(
             Locked, match=r"^state folder .* in use by process .*, or name another: --state OTHER$"
         ),

@@ -281,7 +281,7 @@ def test_rows_are_refused_by_number_before_any_work(
 def test_an_error_in_a_later_microbatch_takes_back_the_gradients_before_it(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, real, calls = made(decoder, budget=16), Accumulator._learned, []
+    one, real, calls = made(decoder, budget=16), Accumulator._learn_part, []
 
     def broken(self: Accumulator, *given: Any) -> Any:
         calls.append(1)
@@ -295,7 +295,7 @@ def test_an_error_in_a_later_microbatch_takes_back_the_gradients_before_it(
         before = gradients(one)
         calls.clear()
         with monkeypatch.context() as patch:
-            patch.setattr(Accumulator, "_learned", broken)
+            patch.setattr(Accumulator, "_learn_part", broken)
             with pytest.raises(RuntimeError, match="no memory"):
                 one.forward_backward(rows_of(), IS)
         after = gradients(one)

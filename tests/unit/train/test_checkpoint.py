@@ -24,7 +24,7 @@ from ostinato.algo.algorithms import algorithm
 from ostinato.algo.pack import Aggregation, aggregation_weights, pack
 from ostinato.config import TrainerSection
 from ostinato.engine.local import LocalEngine
-from ostinato.files import remedy
+from ostinato.files import find_remedy
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import init_adapters
@@ -35,10 +35,10 @@ from ostinato.train import checkpoint as module
 from ostinato.train.checkpoint import (
     Checkpoint,
     CheckpointError,
-    checkpoints,
     find_damage,
+    list_checkpoints,
     load_checkpoint,
-    repair,
+    repair_folder,
     save_checkpoint,
 )
 from ostinato.train.optimizer import (
@@ -110,13 +110,13 @@ def test_all_files_have_the_mode_of_the_umask(tmp_path: Path) -> None:
 )
 def test_a_folder_that_must_not_be_written_is_no_full_disk(error: Exception, fix: str) -> None:
     """A rank whose run folder belongs to another user was told to free disk space."""
-    assert fix in remedy(error)
+    assert fix in find_remedy(error)
 
 
 def test_the_newest_k_are_kept(tmp_path: Path) -> None:
     for step in (1, 2, 30, 100):
         save_checkpoint(tmp_path, checkpoint_of(step), keep=2)
-    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000030", "step-00000100"]
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000030", "step-00000100"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000030", "step-00000100"]
 
 
@@ -206,7 +206,7 @@ def test_a_replacement_that_was_killed_between_two_renames_is_found(
     assert (found.step, caplog.messages) == (1, [])
     assert not path.exists(), "who only reads, beside a run, moves nothing"
     (tmp_path / ".step-00000002.abc").mkdir()
-    repair(tmp_path)
+    repair_folder(tmp_path)
     assert [one.name for one in tmp_path.iterdir()] == ["step-00000001"]
 
 

@@ -29,14 +29,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ostinato.algo.routing import (
-    ALONE,
-    SURE,
+    MIN_ROUTERS,
+    SURE_NATS,
     THRESHOLD,
     Cause,
     diagnose,
+    find_lowest_overlap,
     improbability,
     is_too_low,
-    lowest,
     overlap_ratio,
 )
 from ostinato.train.gate import Agreement
@@ -85,8 +85,8 @@ def test_improbability_bounds_the_binomial_tail(n: int, p: float, data: st.DataO
 def test_ordinary_answers_are_never_refused(seed: int, rows: int, share: float) -> None:
     """However short: a lone answer of one row, pooled with no other, had 5 of 6 ids and ended a run."""
     overlaps = overlaps_of(np.random.default_rng(seed), rows, share)
-    assert not seen(overlaps, rows).at_fault(THRESHOLD).any()
-    assert not seen(overlaps[:1], rows).at_fault(THRESHOLD).any(), "alone in its batch"
+    assert not seen(overlaps, rows).find_faulty(THRESHOLD).any()
+    assert not seen(overlaps[:1], rows).find_faulty(THRESHOLD).any(), "alone in its batch"
 
 
 @given(seed=st.integers(0, 9999), rows=st.integers(6, 48), share=st.floats(0.1, 0.4))
@@ -96,14 +96,14 @@ def test_one_bad_answer_of_six_rows_is_found_among_many(seed: int, rows: int, sh
     rng = np.random.default_rng(seed)
     overlaps = overlaps_of(rng, rows, 0.985)
     overlaps[5] = share
-    assert np.flatnonzero(seen(overlaps, rows).at_fault(THRESHOLD)).tolist() == [5]
+    assert np.flatnonzero(seen(overlaps, rows).find_faulty(THRESHOLD)).tolist() == [5]
 
 
 @given(seed=st.integers(0, 9999), rows=st.integers(1, 5), share=st.floats(0.1, 0.6))
 def test_answers_too_short_to_tell_are_found_together(seed: int, rows: int, share: float) -> None:
     overlaps = overlaps_of(np.random.default_rng(seed), rows, share)
     for prompts in (math.nan, 1.0):
-        found = seen(overlaps, rows, prompts).at_fault(THRESHOLD)
+        found = seen(overlaps, rows, prompts).find_faulty(THRESHOLD)
         assert found.any() and (found == (overlaps < THRESHOLD)).all(), "whatever the prompts are"
 
 
@@ -121,10 +121,12 @@ def test_the_edges_of_an_overlap() -> None:
     assert improbability(0.0, 10, 0.9) == pytest.approx(-10 * math.log(0.1))
     assert improbability(1.0, 10, 0.9) == pytest.approx(-10 * math.log(0.9))
     assert math.isnan(improbability(math.nan, 10, 0.9)) and improbability(0.9, 10, 0.9) == pytest.approx(0)
-    assert float(improbability(0.0, 6, 0.98)) > SURE, "six routers, all wrong"
+    assert float(improbability(0.0, 6, 0.98)) > SURE_NATS, "six routers, all wrong"
     np.testing.assert_array_equal(overlap_ratio(np.array([3, 0]), np.array([4, 0])), [0.75, np.nan])
-    assert math.isnan(lowest(np.array([0.5, np.nan]), np.array([ALONE - 1, 0])))
-    assert lowest(np.array([0.5, 0.9, 0.95]), np.array([ALONE - 1, ALONE, 999])) == 0.9
+    assert math.isnan(find_lowest_overlap(np.array([0.5, np.nan]), np.array([MIN_ROUTERS - 1, 0])))
+    assert (
+        find_lowest_overlap(np.array([0.5, 0.9, 0.95]), np.array([MIN_ROUTERS - 1, MIN_ROUTERS, 999])) == 0.9
+    )
 
 
 def native_routes(count: int = 200, rows: int = 24, layers: int = 3) -> list[np.ndarray]:

@@ -24,7 +24,7 @@ from ostinato.model.lora import Adapters, Factors, init_adapters, pad_rank
 from ostinato.model.ops import TORCH_OPS, Ops
 from ostinato.model.packed import PackedAttention, check_segments
 from ostinato.model.shapes import AdapterSpec
-from ostinato.train.halve import halves
+from ostinato.train.halve import halve
 from ostinato.train.inputs import as_inputs
 from ostinato.train.trainer import PolicyTrainer
 from ostinato.types import Batch, Sample, Segment, Support
@@ -120,7 +120,7 @@ def test_a_sequence_alone_that_does_not_fit_ends_the_step() -> None:
 def test_what_the_halves_have() -> None:
     vocab = parse_config(DENSE).vocab_size
     whole = as_inputs(batch_of(samples(vocab, support=True)).microbatches[0], CPU, moe=False, replay=False)
-    pair = halves(whole)
+    pair = halve(whole)
     assert pair is not None
     assert torch.equal(torch.cat([half.inputs.targets for half in pair]), whole.targets)
     assert sum((half.inputs.source.uids for half in pair), ()) == whole.source.uids
@@ -135,7 +135,7 @@ def test_what_the_halves_have() -> None:
         assert part.source.support is not None
         assert part.source.support.holds(part.source.targets).all()
     single = as_inputs(batch_of(samples(vocab)[:1]).microbatches[0], CPU, moe=False, replay=False)
-    assert halves(single) is None
+    assert halve(single) is None
 
 
 # factors that are prepared once

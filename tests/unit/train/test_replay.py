@@ -32,8 +32,8 @@ from ostinato.algo.routing import Cause, Misaligned, shared_ids
 from ostinato.config import TrainerSection
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters
-from ostinato.train.gate import agreement, row_counts
-from ostinato.train.inputs import otherwise_packed
+from ostinato.train.gate import count_rows, measure_agreement
+from ostinato.train.inputs import repack
 from ostinato.types import NO_EXPERT, Batch, Sample
 
 
@@ -51,7 +51,7 @@ def test_counting_on_the_device_is_the_overlap_of_its_twin(seed: int, rows: int)
     rng = np.random.default_rng(seed)
     native, carried = (rng.random((rows, 3, 6)).argsort(-1)[..., :2] for _ in range(2))
     carried[rng.random(rows) < 0.3] = NO_EXPERT
-    common, known, differ = row_counts(torch.from_numpy(native), torch.from_numpy(carried)).numpy()
+    common, known, differ = count_rows(torch.from_numpy(native), torch.from_numpy(carried)).numpy()
     share = shared_ids(native, carried)
     np.testing.assert_allclose(common, np.nansum(share, axis=1) * 2)
     np.testing.assert_array_equal(known, (~np.isnan(share)).sum(1) * 2)
@@ -191,9 +191,9 @@ def test_the_gate_looks_before_weights_move() -> None:
     assert trainer.step(batch).metrics["routing/overlap"] == 1
     parts = [trainer._guard.inputs(microbatch) for microbatch in batch.microbatches]
     natives = [local_passes(trainer).forward(part, adapters)[1] for part in parts]
-    now = agreement(
+    now = measure_agreement(
         [
-            (part.source, row_counts(native, part.carried))
+            (part.source, count_rows(native, part.carried))
             for part, native in zip(parts, natives, strict=True)
             if native is not None and part.carried is not None
         ],
@@ -248,13 +248,13 @@ def test_every_minibatch_is_judged(rule: Any) -> None:
     trainer = trainer_of(decoder, adapters, algorithm=rule)
     before = bytes_of(trainer)
     reported = (
-        "nothing was learned" if rule.decoupled else "1 of 4 optimizer steps of this batch had been taken"
+        "nothing was learned" if rule.is_decoupled else "1 of 4 optimizer steps of this batch had been taken"
     )
     with pytest.raises(Misaligned, match=reported) as caught:
         trainer.step(batch)
     assert caught.value.diagnosis.cause is Cause.SHIFTED
-    assert caught.value.steps_taken == (0 if rule.decoupled else 1)
-    assert (bytes_of(trainer) == before) == rule.decoupled
+    assert caught.value.steps_taken == (0 if rule.is_decoupled else 1)
+    assert (bytes_of(trainer) == before) == rule.is_decoupled
     assert all(leaf.grad is None for leaf in trainer._named.values())
 
 
@@ -381,9 +381,9 @@ def test_every_pass_but_the_reference_takes_the_carried_experts() -> None:
     trainer = trainer_of(decoder, adapters)
     for microbatch, native in zip(forced.microbatches, plain.microbatches, strict=True):
         part, free = trainer._guard.inputs(microbatch), trainer._guard.inputs(native)
-        one, other = (made.reference for made in trainer._with_reference([part, free]))
+        one, other = (made.reference for made in trainer._add_reference([part, free]))
         assert one is not None and other is not None and torch.equal(one, other)
-        old, natively = (made.old for made in trainer._with_old([part, free]))
+        old, natively = (made.old for made in trainer._add_old([part, free]))
         assert old is not None and natively is not None and not torch.equal(old, natively)
         hidden, _ = local_passes(trainer).forward(replace(part, routing=part.carried), adapters)
         assert torch.equal(old, local_passes(trainer).logprobs(hidden, part, want_entropy=False)[0])
@@ -433,7 +433,7 @@ def test_the_floor_is_of_the_same_sequences_packed_otherwise() -> None:
     trainer, batch = trainer_of(decoder, adapters), batch_of(samples_of(decoder, adapters, siblings=4))
     for microbatch in batch.microbatches:
         part = trainer._guard.inputs(microbatch)
-        passes = list(otherwise_packed(part))
+        passes = list(repack(part))
         assert len(passes) > 1
         assert all(segment.prefix_start == segment.prefix_stop for one in passes for segment in one.segments)
         again = torch.cat(

@@ -15,7 +15,7 @@ from ostinato.model.attention import CausalAttention
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters
 from ostinato.train.accumulate import Accumulator, Adam, Row
-from ostinato.train.supervised import answer_logprobs, preferences, row_of, supervised
+from ostinato.train.supervised import answer_logprobs, make_row, preferences, supervised
 
 Gradients = dict[str, torch.Tensor]
 
@@ -31,7 +31,7 @@ def rows_of(count: int = 6, seed: int = 0) -> list[Row]:
     for _ in range(count):
         lengths = rng.integers(1, 6, 4)
         mask = np.repeat([False, True, False, True], lengths)
-        rows.append(row_of(rng.integers(0, VOCAB, len(mask)).astype(np.int32), mask))
+        rows.append(make_row(rng.integers(0, VOCAB, len(mask)).astype(np.int32), mask))
     return rows
 
 
@@ -42,7 +42,7 @@ def pairs_of(count: int = 4, seed: int = 1) -> list[tuple[Row, Row]]:
         prompt = rng.integers(0, VOCAB, int(rng.integers(2, 6)))
         answers = [rng.integers(0, VOCAB, int(rng.integers(1, 7))) for _ in range(2)]
         whole = [np.concatenate([prompt, answer]).astype(np.int32) for answer in answers]
-        chosen, rejected = (row_of(one, np.arange(len(one)) >= len(prompt)) for one in whole)
+        chosen, rejected = (make_row(one, np.arange(len(one)) >= len(prompt)) for one in whole)
         pairs.append((chosen, rejected))
     return pairs
 
@@ -87,7 +87,7 @@ def close(decoder: Decoder, one: Gradients, other: Gradients) -> None:
 
 def test_the_first_token_cannot_be_trained() -> None:
     with pytest.raises(ValueError, match="first token"):
-        row_of(np.array([1, 2], np.int32), np.array([True, True]))
+        make_row(np.array([1, 2], np.int32), np.array([True, True]))
 
 
 @pytest.mark.parametrize("budget", [16, 2048])

@@ -40,9 +40,9 @@ from ostinato.parallel.collectives import Collectives
 from ostinato.parallel.layout import Coords, Layout
 from ostinato.train.inputs import Inputs
 from ostinato.train.leaves import trained_parameters
-from ostinato.train.sharded import Slice, idle, padding, slice_part
+from ostinato.train.sharded import Slice, count_padding, make_idle_slice, slice_part
 from ostinato.train.totals import Totals
-from ostinato.train.trainer import MOST_REFUSED, PolicyTrainer, TrainingStopped
+from ostinato.train.trainer import MAX_REFUSED, PolicyTrainer, TrainingStopped
 from ostinato.types import NO_EXPERT, Batch, Microbatch, Sample, Segment
 
 DENSE, MOE = tiny_dense(max_position_embeddings=128), tiny_moe(head_dim=8, max_position_embeddings=128)
@@ -187,7 +187,7 @@ def test_old_logprobs_are_bitwise_those_of_the_training_forward(
         part = trainer._guard.inputs(microbatch)
         hidden, _ = local_passes(trainer).forward(part, trainer._adapters)
         logprobs, _ = local_passes(trainer).logprobs(hidden, part, want_entropy=True)
-        old = trainer._with_old([part])[0].old
+        old = trainer._add_old([part])[0].old
         assert logprobs.requires_grad
         assert old is not None
         assert not old.requires_grad
@@ -301,7 +301,7 @@ def test_training_stops_after_refusals_in_a_row_only() -> None:
     trainer = trainer_of(decoder)
     good = batch_of(samples_of(decoder), budget=20)
     bad = poisoned(good, 0, math.nan)
-    for batch in (bad, good, *([bad] * (MOST_REFUSED - 1))):
+    for batch in (bad, good, *([bad] * (MAX_REFUSED - 1))):
         trainer.step(batch)
     with pytest.raises(TrainingStopped, match=r"5 optimizer steps in a row .*#"):
         trainer.step(bad)
@@ -454,7 +454,7 @@ LAYOUTS = st.sampled_from(["1", "t2", "c2", "t2c2", "t3c2", "c4t2"])
 def test_every_row_and_every_target_is_one_ranks(text: str, rows: int, targets: int, seed: int) -> None:
     layout, part = Layout.parse(text), part_of(rows, targets, seed)
     slices = all_ranks(layout, part)
-    total = rows + padding(rows, layout)
+    total = rows + count_padding(rows, layout)
     assert total % layout.row_shards == 0 and total - rows < layout.row_shards
     assert [row for one in slices for row in one.own] == list(range(total))
     assert sum(one.real for one in slices) == rows
@@ -479,7 +479,7 @@ def test_an_idle_pass_is_padding_alone(text: str) -> None:
     layout = Layout.parse(text)
     for rank in range(layout.row_shards):
         place = Place(layout, layout.coords(rank))
-        one = idle(place, Collectives(place))  # type: ignore[arg-type]
+        one = make_idle_slice(place, Collectives(place))  # type: ignore[arg-type]
         assert one.source is None and one.real == 0 and not len(one.predictors) and not len(one.places)
         assert len(one.own) == 1 and len(one.rows.tokens) == layout.tensor
 

@@ -93,7 +93,7 @@ def test_a_refused_batch_is_refused_as_itself_from_afar() -> None:
 
 
 def diagnosis() -> Diagnosis:
-    return Diagnosis(cause=Cause.SHIFTED, best=0.99)
+    return Diagnosis(cause=Cause.SHIFTED, fixed_overlap=0.99)
 
 
 def test_what_cannot_be_pickled_is_told_in_words() -> None:

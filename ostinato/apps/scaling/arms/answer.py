@@ -16,7 +16,7 @@ from ostinato.apps.scaling.answers import Answer, study_json, study_sentences, s
 from ostinato.apps.scaling.arms.kept import ACTED, Row, series_of
 from ostinato.apps.scaling.fit import PARAMETERS
 from ostinato.every import Axis
-from ostinato.tables import NONE, Table, compute_text
+from ostinato.tables import NONE, Table, format_compute
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -81,7 +81,7 @@ def sentences(comparison: Compared) -> list[str]:
     """Describe the runs, what is left out or missing, and the study."""
     rows, arms = comparison.rows, comparison.study.arms
     seeds = sorted({row["seed"] for row in rows})
-    cut_note = f", evaluations before {compute_text(comparison.first)} left out" if comparison.first else ""
+    cut_note = f", evaluations before {format_compute(comparison.first)} left out" if comparison.first else ""
     lines = [
         f"{len(arms) - 1} arms and {REFERENCE}, {len(rows)} runs, seeds {', '.join(map(str, seeds))}; compute"
         f" in {comparison.axis.unit}{cut_note}. Held-out prompts: {rows[0]['prompts']}."

@@ -14,7 +14,7 @@ from ostinato.apps.scaling.answers import Answer, both
 from ostinato.apps.scaling.arms.compare import Compared, Line, ends_at, outcomes
 from ostinato.apps.scaling.gain import Gain, compute_to, front, gains, ratio
 from ostinato.apps.scaling.posterior import Interval
-from ostinato.tables import NONE, Table, compute_text, seconds_text
+from ostinato.tables import NONE, Table, format_compute, format_seconds
 
 OTHER = "As much as the arm with the least has had; between two scores of a run, on the line through them."
 NOTE = (
@@ -78,7 +78,7 @@ def answer(comparison: Compared, budget: str, threshold: float, against: str = "
             for name, arms in other_sets.items()
         ),
         _build_changes_table(
-            f"All arms at an equal {compute_text(common_amount)} {unit}", gains_at_common, OTHER
+            f"All arms at an equal {format_compute(common_amount)} {unit}", gains_at_common, OTHER
         ),
         _build_spending_table(lines_of, comparison),
     ]
@@ -186,7 +186,7 @@ def _build_gains_table(
     for name, gain in gains_of.items():
         first, shares = lines_of[name][0], [run["kept"] for run in lines_of[name] if run["kept"] is not None]
         best_cell = f"{first['base_pass_k']:.3f} (k {first['k']:.0f})"
-        compute_cell = compute_text(compute_of[name]) if math.isfinite(compute_of[name]) else "not reached"
+        compute_cell = format_compute(compute_of[name]) if math.isfinite(compute_of[name]) else "not reached"
         kept_cell = f"{np.mean(shares):.0%}" if shares else NONE
         figures = (both(gain.pre), best_cell, both(gain.post), both(gain.raw, "{:+.3f}"), both(gain.H))
         rows.append(
@@ -249,8 +249,8 @@ def _build_spending_table(lines_of: Mapping[str, Sequence[Line]], comparison: Co
         )
         sweep_scores = comparison.swept.get(name, {}).items()
         grid = "; ".join(f"{lr:g}: {', '.join(map('{:.3f}'.format, s)) or NONE}" for lr, s in sweep_scores)
-        figures = (f"{steps:.0f}", f"{interactions:,.0f}", *map(compute_text, flops))
+        figures = (f"{steps:.0f}", f"{interactions:,.0f}", *map(format_compute, flops))
         rows.append(
-            (name, f"{comparison.chosen[name]:g}", grid or NONE, *figures, seconds_text(float(seconds)))
+            (name, f"{comparison.chosen[name]:g}", grid or NONE, *figures, format_seconds(float(seconds)))
         )
     return Table(title="Spent, FLOP", head=head, rows=rows, words=("sweep, validation half",))

@@ -20,7 +20,7 @@ from ostinato.apps.scaling.ablation import REFERENCE
 from ostinato.apps.scaling.arms.kept import backwards, is_ended, slug
 from ostinato.config import Recipe, check_files, dump_toml
 from ostinato.every import Every
-from ostinato.lock import Locked, locked
+from ostinato.lock import Locked, hold_lock
 from ostinato.pipeline.signals import ending
 from ostinato.run import RunFolder
 
@@ -230,7 +230,7 @@ def _start(job: Job, command: Callable[[Path], list[str]]) -> tuple[_Child | Non
     """Return (the child, "") or (None, the reason)."""
     job.folder.mkdir(parents=True, exist_ok=True)
     try:
-        with locked(job.folder):
+        with hold_lock(job.folder):
             if not (job.folder / "recipe.toml").is_file():
                 RunFolder.create(job.folder, dump_toml(job.recipe))
     except Locked as error:
