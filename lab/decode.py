@@ -143,7 +143,7 @@ class Parts:
 
     def run(self) -> tuple[float, float]:
         """One pass half way through the answers: seconds of (forward, head and draw)."""
-        return self.runner.parts(self._batch, self._context)
+        return self.runner.measure_parts(self._batch, self._context)
 
     def seconds(self, rounds: int = 9) -> tuple[float, float]:
         """The same, medians."""

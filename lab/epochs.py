@@ -28,10 +28,10 @@ from ostinato.model.hf import load_model
 from ostinato.model.lora import Adapters
 from ostinato.model.named import model_folder
 from ostinato.model.native import BuildError, Kernels, load
-from ostinato.pipeline.credit import assign
+from ostinato.pipeline.credit import assign_credit
 from ostinato.pipeline.draft_metrics import collect_answers
 from ostinato.render import Renderer
-from ostinato.rollout.rollout import RolloutContext, RolloutRequest, play
+from ostinato.rollout.rollout import RolloutContext, RolloutRequest, play_groups
 from ostinato.train.trainer import PolicyTrainer
 from ostinato.types import Completion, Group, HistoryEntry, Request, Sampling
 
@@ -111,7 +111,7 @@ def record(recipe: Recipe, model: Model, epochs: int, say: Say) -> list[Step]:
                 )
                 for i in range((step - 1) * per_step, step * per_step)
             ]
-            groups = [one.group for one in asyncio.run(play(stage, requests))]
+            groups = [one.group for one in asyncio.run(play_groups(stage, requests))]
             _train(recipe, trainer, rules, groups, step - 1)
             found.append(_step(groups, policy, step, (step - 1) // each + 1, stage.sampling))
             say(f"recorded step {step} of {steps}: reward {found[-1].reward:.3f}")
@@ -163,7 +163,7 @@ async def answers_of(engine: LocalEngine, requests: Sequence[Request]) -> tuple[
 def _train(
     recipe: Recipe, trainer: PolicyTrainer, rules: Algorithm, groups: Sequence[Group], version: int
 ) -> None:
-    credit = assign(groups, rules, min_verdicts=2, answer_tokens=recipe.rollout.max_tokens)
+    credit = assign_credit(groups, rules, min_verdicts=2, answer_tokens=recipe.rollout.max_tokens)
     if credit.samples:
         trainer.step(
             pack(

@@ -41,8 +41,8 @@ from ostinato.model.named import model_folder
 from ostinato.model.quantise import Weights, quantise
 from ostinato.observe.mismatch import TAUS
 from ostinato.render import Renderer
-from ostinato.rollout.convert import samples
-from ostinato.rollout.rollout import RolloutContext, RolloutRequest, play
+from ostinato.rollout.convert import make_samples
+from ostinato.rollout.rollout import RolloutContext, RolloutRequest, play_groups
 from ostinato.types import Batch, Group, Prompt, Reward, Sample, Sampling
 
 # Tau is scaled to the model: F is compared at the largest tau that is exceeded by as large a share of native
@@ -204,11 +204,11 @@ class Setup:
             for index in range(step * count, (step + 1) * count)
         ]
         advantages = np.where(np.arange(rollout.group_size) % 2, 1.0, -1.0)
-        groups = [played.group for played in asyncio.run(play(stage, requests))]
+        groups = [played.group for played in asyncio.run(play_groups(stage, requests))]
         return [
             sample
             for index, group in enumerate(groups, start=step * count)
-            for sample in samples(group, index, advantages)
+            for sample in make_samples(group, index, advantages)
         ]
 
     def pack(self, chosen: Sequence[Sample]) -> Batch:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ostinato import isa
 from ostinato.config import Recipe
-from ostinato.engine.threads import logical_cores
+from ostinato.engine.threads import count_logical_cores
 from ostinato.launch.machine import CACHES
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class Clock(StrEnum):
 
 def torch_threads() -> dict[str, dict[str, str]]:
     """For torch with its own OpenMP runtime."""
-    cores = logical_cores()
+    cores = count_logical_cores()
     return {
         f"{cores} threads, short spin": _openmp(cores, "", "20000"),
         f"{cores} threads, passive": _openmp(cores, "PASSIVE", "0"),
@@ -57,13 +57,13 @@ def vllm_threads() -> dict[str, dict[str, str]]:
         "OMP_WAIT_POLICY": "",
         "GOMP_SPINCOUNT": "",
     }
-    every = {**base, "VLLM_CPU_OMP_THREADS_BIND": f"0-{logical_cores() - 1}"}
+    every = {**base, "VLLM_CPU_OMP_THREADS_BIND": f"0-{count_logical_cores() - 1}"}
     return {"its default binding": base, "all cores bound": every}
 
 
 def our_threads() -> int:
     """What ``engine.threads.configure`` chose for this machine, or the user."""
-    return int(os.environ.get("OMP_NUM_THREADS") or logical_cores())
+    return int(os.environ.get("OMP_NUM_THREADS") or count_logical_cores())
 
 
 def machine() -> dict[str, Any]:
@@ -77,7 +77,7 @@ def machine() -> dict[str, Any]:
         "flags": [flag for flag in FLAGS if flag in own],
         "instruction_set": isa.instruction_set(),
         "capped": isa.effective_cap(),
-        "cores": logical_cores(),
+        "cores": count_logical_cores(),
         "threads": our_threads(),
         "wait_policy": os.environ.get("OMP_WAIT_POLICY", ""),
         "load_average": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
@@ -101,10 +101,10 @@ def with_dtype(recipe: Recipe) -> Recipe:
 
 def faster_dtype(folder: Path, fp32_head: bool = True, native: bool = True) -> str:
     """Of the model on this CPU, as ``model.dtype = "auto"`` chooses it; threads are chosen before."""
-    from ostinato.engine.products import choose
+    from ostinato.engine.products import choose_dtype
     from ostinato.model.config import read_config
 
-    return choose(read_config(folder), device="cpu", native=native, fp32_head=fp32_head).dtype
+    return choose_dtype(read_config(folder), device="cpu", native=native, fp32_head=fp32_head).dtype
 
 
 def commit() -> str | None:

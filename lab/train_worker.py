@@ -33,7 +33,7 @@ from ostinato.model.lora import init_adapters
 from ostinato.model.native import Kernels
 from ostinato.model.ops import TORCH_OPS
 from ostinato.model.shapes import AdapterSpec
-from ostinato.pipeline.credit import assign
+from ostinato.pipeline.credit import assign_credit
 from ostinato.protocols import Engine
 from ostinato.render import Renderer
 from ostinato.train.accumulate import Accumulator, Adam
@@ -106,7 +106,7 @@ def run(task: Mapping[str, Any]) -> dict[str, Any]:
         start = time.perf_counter()
         groups = asyncio.run(rollouts(engine, renderer, prompts, task, step))
         sampled = time.perf_counter()
-        credit = assign(groups, grpo, min_verdicts=2, answer_tokens=task["new_tokens"])
+        credit = assign_credit(groups, grpo, min_verdicts=2, answer_tokens=task["new_tokens"])
         batch = pack(
             credit.samples, credit.weights, tokens_per_microbatch=task["tokens_per_microbatch"], version=step
         )
@@ -143,10 +143,10 @@ def _transformers(
     kernels: Kernels | None,
 ) -> tuple[Any, Any, Engine]:
     from ostinato.hf.factors import init_sites
-    from ostinato.hf.model import load
+    from ostinato.hf.model import load_transformers
     from ostinato.hf.sampler import TransformersEngine
 
-    model = load(Path(task["folder"]), dtype=dtype, device="cpu")
+    model = load_transformers(Path(task["folder"]), dtype=dtype, device="cpu")
     engine = TransformersEngine(
         model, decode=renderer.decode, context_limit=model.config.max_positions, kernels=kernels
     )

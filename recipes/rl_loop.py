@@ -32,8 +32,8 @@ from ostinato.model.hf import load_model
 from ostinato.model.lora import init_adapters
 from ostinato.model.shapes import AdapterSpec
 from ostinato.render import Renderer
-from ostinato.rollout.convert import samples
-from ostinato.rollout.health import health
+from ostinato.rollout.convert import make_samples
+from ostinato.rollout.health import compute_health
 from ostinato.train.trainer import PolicyTrainer
 from ostinato.types import Completion, Group, Prompt, Request, Reward, Sample, Sampling, Trajectory, Turn
 
@@ -133,7 +133,7 @@ def credit(
         batch_pool=algorithm.batch_pool,
         drop_zero_variance=algorithm.drop_zero_variance,
     )
-    made = [sample for i, group in enumerate(groups) for sample in samples(group, i, values[i])]
+    made = [sample for i, group in enumerate(groups) for sample in make_samples(group, i, values[i])]
     return made, aggregation_weights(made, algorithm.aggregation, max_tokens=max_tokens)
 
 
@@ -154,7 +154,7 @@ async def train(
             *(rollout(task, engine, task.prompt(i), group_size, (seed, step, i)) for i in indices)
         )
         made, weights = credit(groups, algorithm, task.sampling.max_tokens)
-        metrics = health(groups)
+        metrics = compute_health(groups)
         if made:  # nothing is left when every group was dropped for want of variance
             batch = pack(made, weights, tokens_per_microbatch=4096, version=version)
             metrics |= trainer.step(batch).metrics

@@ -14,7 +14,7 @@ from loops import now
 from ostinato.engine.pool import EnginePool
 from ostinato.engine.serve import SamplerServer
 from ostinato.protocols import Job, Placement, Starts, Worker
-from ostinato.rollout.schedule import least_loaded
+from ostinato.rollout.schedule import place_least_loaded
 from ostinato.types import Completion, PollResult, Publication, Request, Sampling, Stop
 
 WORDS = 50
@@ -233,7 +233,7 @@ class World:
 
     def pool(self, count: int, **options: Any) -> EnginePool:
         usual: dict[str, Any] = {
-            "place": least_loaded,
+            "place": place_least_loaded,
             "slots": 8,
             "silence_s": 20.0,
             "start_s": 50.0,

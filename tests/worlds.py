@@ -84,7 +84,7 @@ KERNELS = [pytest.param(None, id="torch"), *([pytest.param(NATIVE, id="native")]
 class DraftsPay(CostTable):
     """A pass is the shorter the more rows it has, whatever the clock says: drafts are always worth a try."""
 
-    def seconds(self, rows: np.ndarray | int, attended: np.ndarray | float) -> np.ndarray:
+    def predict_seconds(self, rows: np.ndarray | int, attended: np.ndarray | float) -> np.ndarray:
         return 1e3 / (1.0 + np.asarray(rows, np.float64))  # beside which no drafter takes time
 
     def observe(self, rows: int, attended: float, seconds: float) -> None:

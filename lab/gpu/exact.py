@@ -77,7 +77,7 @@ def _speed(world: World, raw: Raw, name: str, sampler: CudaKernels | Kernels) ->
         )  # fmt: skip
         runner = Runner(decoder, kernels, store)
         runner.serve(new_adapters(decoder, 0, rank=world.sizes.rank))
-        seconds.append(sorted(sum(runner.parts(rows, context)) for _ in range(6))[2])
+        seconds.append(sorted(sum(runner.measure_parts(rows, context)) for _ in range(6))[2])
         del runner, store
         world.free()
     share = seconds[0] / seconds[1]

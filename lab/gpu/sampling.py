@@ -17,7 +17,7 @@ from torch import Tensor
 from lab.gpu.world import DENSE, EXPERTS, TINY, Line, Lines, World
 from ostinato.algo.logprobs import linear_logprobs
 from ostinato.engine.local import LocalEngine
-from ostinato.engine.paged import BLOCK, KVStore, Places, block_bytes
+from ostinato.engine.paged import BLOCK, KVStore, Places, count_block_bytes
 from ostinato.engine.runner import Runner
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
@@ -114,9 +114,9 @@ def decoding(world: World, decoder: Decoder, cases: Sequence[tuple[int, int]], n
 def _passes(world: World, runner: Runner, cases: Sequence[tuple[int, int]], name: str) -> Lines:
     decoder = runner.decoder
     layers = decoder.config.num_layers
-    token_bytes = block_bytes(layers, decoder.kv_shape, decoder.dtype) / BLOCK
+    token_bytes = count_block_bytes(layers, decoder.kv_shape, decoder.dtype) / BLOCK
     for rows, context in cases:
-        found = sorted((runner.parts(rows, context) for _ in range(6)), key=sum)
+        found = sorted((runner.measure_parts(rows, context) for _ in range(6)), key=sum)
         layers_s, head_s = found[2]
         seconds = layers_s + head_s
         floor = (read_bytes(decoder, rows) + rows * context * token_bytes) / world.copied
@@ -149,7 +149,7 @@ def _host_reads(world: World, runner: Runner, decoder: Decoder, rows: int, name:
         return Line(name=about, note="no card")
     owners = np.arange(rows, dtype=np.int32)
     tables, seen = owners[:, None].copy(), np.full(rows, 4, np.int32)
-    where = Places(tables[:, 0].astype(np.int64) * BLOCK + 3, tables, owners, seen).on(world.device)
+    where = Places(tables[:, 0].astype(np.int64) * BLOCK + 3, tables, owners, seen).move_to(world.device)
     ids = torch.zeros(rows, dtype=torch.int64, device=world.device)
     attend, policy = runner._attend(where), runner._policies[0].prepared
     waits, note = 0.0, ""
@@ -168,7 +168,7 @@ def _host_reads(world: World, runner: Runner, decoder: Decoder, rows: int, name:
 def engine_of(world: World, decoder: Decoder, tokens: int, context: int) -> LocalEngine:
     """An engine with room for ``tokens``, on what a recipe chooses."""
     blocks = tokens // BLOCK + 64
-    size = blocks * block_bytes(decoder.config.num_layers, decoder.kv_shape, decoder.dtype)
+    size = blocks * count_block_bytes(decoder.config.num_layers, decoder.kv_shape, decoder.dtype)
     engine = LocalEngine(
         decoder, kernels=world.captured, kv_memory_mb=(size >> 20) + 1, context_limit=context
     )

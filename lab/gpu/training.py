@@ -20,7 +20,7 @@ from ostinato.model.lora import Adapters, init_adapters
 from ostinato.model.ops import TORCH_OPS, Ops
 from ostinato.model.shapes import AdapterSpec
 from ostinato.parallel.memory import Training
-from ostinato.pipeline.account import batch_work
+from ostinato.pipeline.account import compute_batch_work
 from ostinato.train.trainer import PolicyTrainer
 from ostinato.types import Batch, Completion, Request, Sample
 
@@ -132,7 +132,7 @@ def _measured(
         seconds[0] = _step_s(world, trainer, batch)
 
     most = world.most_memory(work)
-    flops, amount = FlopModel.of(decoder.config, adapters.spec), batch_work(batch)
+    flops, amount = FlopModel.of(decoder.config, adapters.spec), compute_batch_work(batch)
     used = (flops.forward(amount) + flops.backward(amount)) / seconds[0]
     yield Line(name=f"train {name}", value=amount.tokens / seconds[0], unit="rows/s")
     yield Line(

@@ -85,7 +85,7 @@ def compared(ours: Sequence[Run], theirs: Sequence[Run]) -> dict[str, Any]:
 
 def compute(model: FlopModel, groups: Sequence[tuple[int, Sequence[int]]]) -> float:
     """FLOPs that a step requires whose groups are (prompt tokens, tokens of each answer), all trained on: as
-    ``pipeline.account.rollout_work`` and a packed batch have it."""
+    ``pipeline.account.compute_rollout_work`` and a packed batch have it."""
     total = 0.0
     for prompt, answers in groups:
         sampled, answered = sum(answers), [n for n in answers if n]

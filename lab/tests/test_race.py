@@ -30,7 +30,7 @@ from ostinato.model.config import read_config
 from ostinato.model.flops import FlopModel, Part, Rates, Work
 from ostinato.model.named import model_folder
 from ostinato.model.shapes import linear_shapes
-from ostinato.pipeline.account import batch_work, rollout_work
+from ostinato.pipeline.account import compute_batch_work, compute_rollout_work
 
 scores = st.lists(st.floats(0, 1), min_size=1, max_size=12)
 
@@ -117,8 +117,8 @@ def test_trls_flops_are_those_that_the_ledger_has_of_the_same_answers(shapes: li
         for n in answers
     ]
     weights = [one.loss_mask.astype(float) for one in samples]
-    batch = batch_work(pack(samples, weights, tokens_per_microbatch=10_000))
-    needed = PRICES.forward(rollout_work(groups)) + PRICES.forward(batch) + PRICES.backward(batch)
+    batch = compute_batch_work(pack(samples, weights, tokens_per_microbatch=10_000))
+    needed = PRICES.forward(compute_rollout_work(groups)) + PRICES.forward(batch) + PRICES.backward(batch)
     assert compute(PRICES, shapes) == pytest.approx(needed)
 
 

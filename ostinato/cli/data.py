@@ -17,7 +17,7 @@ from ostinato.protocols import Env
 from ostinato.render import Renderer
 from ostinato.reward.own_answers import FULL, SHOWN, OwnVerdict, spread
 from ostinato.reward.workers import JUDGE
-from ostinato.rollout.rollout import close_env, first_context
+from ostinato.rollout.rollout import close_env, start_env
 from ostinato.terminal import announce_work, say
 from ostinato.types import Prompt
 
@@ -110,7 +110,7 @@ def _lengths(
         lengths = []
         for row in sample:
             env = episode(row)
-            lengths.append(len(await first_context(env)))
+            lengths.append(len(await start_env(env)))
             await close_env(env)
         return lengths
 
@@ -126,7 +126,7 @@ def _lengths(
 
 def _prompt(row: Prompt, episode: Callable[[Prompt], Env], renderer: Renderer) -> Iterator[str]:
     """Lines of one prompt: its text as the model reads it, its token ids, its reference answer."""
-    tokens = asyncio.run(first_context(episode(row)))
+    tokens = asyncio.run(start_env(episode(row)))
     yield f"prompt       {row.where}, {len(tokens)} tokens, as the model reads it:"
     yield from ("  " + line for line in renderer.decode(tokens, skip_special=False).split("\n"))
     yield f"tokens       {tokens.tolist()}"

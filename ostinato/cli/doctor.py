@@ -73,7 +73,7 @@ def machine() -> Iterator[Finding]:
     yield Finding(
         name="python", value=f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     )
-    cores = f"{threads.logical_cores()} usable, {threads.physical_cores()} physical"
+    cores = f"{threads.count_logical_cores()} usable, {threads.count_physical_cores()} physical"
     yield Finding(name="cores", value=cores)
     size = memory_gib()
     yield Finding(name="memory", value="unknown" if size is None else f"{size:.1f} GiB")
@@ -138,7 +138,7 @@ def arithmetic(choice: threads.Threads, environ: Mapping[str, str]) -> Iterator[
     cap = isa.effective_cap()
     limit = "" if cap == isa.NATIVE else f" ({isa.VARIABLE}={cap} caps it)"
     yield Finding(name="instruction set", value=isa.instruction_set() + limit)
-    logical, physical = threads.logical_cores(), threads.physical_cores()
+    logical, physical = threads.count_logical_cores(), threads.count_physical_cores()
     warnings = []
     if choice.source == "environment" and 2 * choice.count <= physical:
         warnings.append(

@@ -34,7 +34,7 @@ def evaluate(target: str, overrides: Sequence[str], adapter: str = "") -> None:
     from ostinato.launch.inputs import new_stage, prepare, rollout_need
     from ostinato.launch.loop import new_evaluations
     from ostinato.pipeline.evaluate import evaluate_groups as measure
-    from ostinato.pipeline.failed import failures, refuse
+    from ostinato.pipeline.failed import list_failures, refuse_failures
 
     with prepare(recipe, training=False) as inputs:
         decoder = inputs.decoder
@@ -49,7 +49,7 @@ def evaluate(target: str, overrides: Sequence[str], adapter: str = "") -> None:
         weights = "" if recipe.engine.weights == "model" else f", {recipe.engine.weights} weights"
         for evaluation in new_evaluations(inputs):
             row, groups = asyncio.run(measure(stage, evaluation, step))
-            refuse(failures(groups), f"the evaluation of the set {evaluation.name}")
+            refuse_failures(list_failures(groups), f"the evaluation of the set {evaluation.name}")
             of = {MAIN_SET: f"{row['split']} split", GREEDY_SET: f"{row['split']} split, greedy"}
             name = of.get(row["set"], row["set"])
             head = f"{target} after {step} steps{weights}, {name}, {row['n']} prompts, {row['seconds']:.1f} s"

@@ -64,21 +64,23 @@ class KVCache:
         self.evicted = 0
 
     @property
-    def available(self) -> int:
+    def num_available(self) -> int:
         """Blocks free now or after eviction."""
         return len(self._free) + sum(1 for block in self._nodes if self.refs[block] == 1)
 
     @property
-    def free(self) -> int:
+    def num_free(self) -> int:
         """Blocks free without eviction."""
         return len(self._free)
 
     def match(self, tokens: Sequence[int]) -> Match:
-        """Find the longest known prefix of ``tokens[:-1]`` (the last token must run to give logits)."""
+        """Find the longest known prefix of ``tokens[:-1]``; the last token must run to give logits. If the
+        next part of it is still being computed, the match is ``pending`` and ends before that part. Advances
+        the clock, and marks the matched nodes as used."""
         self._clock += 1
-        limit = len(tokens) - 1
+        end = len(tokens) - 1
         node, blocks, start = self._root, [], 0
-        while start + BLOCK <= limit:
+        while start + BLOCK <= end:
             child = node.children.get(tuple(tokens[start : start + BLOCK]))
             if child is None:
                 break
@@ -87,20 +89,20 @@ class KVCache:
             child.used = self._clock
             blocks.append(child.block)
             node, start = child, start + BLOCK
-        best, overlap = None, 0
-        tail = tuple(tokens[start : min(start + BLOCK, limit)])
+        best_child, overlap = None, 0
+        tail = tuple(tokens[start : min(start + BLOCK, end)])
         for child in node.children.values():
             if not tail or child.tokens[0] != tail[0]:
                 continue
             common = _count_common(child.tokens, tail)
             if common > overlap:
-                best, overlap = child, common
-        if best is None:
+                best_child, overlap = child, common
+        if best_child is None:
             return Match(tuple(blocks), start)
-        if not best.ready:
+        if not best_child.ready:
             return Match(tuple(blocks), start, pending=True)
-        best.used = self._clock
-        return Match(tuple(blocks), start + overlap, best.block, overlap)
+        best_child.used = self._clock
+        return Match(tuple(blocks), start + overlap, best_child.block, overlap)
 
     def share(self, blocks: Sequence[int]) -> None:
         """Count another user of each of these blocks, whose content is known."""
@@ -108,7 +110,8 @@ class KVCache:
             self.refs[block] += 1
 
     def allocate(self) -> int:
-        """Return a block for a sequence; evict unused leaves if none is free. Raises OutOfBlocks."""
+        """Return a block for a sequence, with a count of one user. If none is free, half of the unused
+        leaves are evicted first. Raises OutOfBlocks if there is nothing to evict."""
         if not self._free:
             self._evict()
         block = self._free.pop()
@@ -116,16 +119,20 @@ class KVCache:
         return block
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Count one user less of each of these blocks; blocks in the tree stay until they are evicted."""
+        """Count one user less of each of these blocks. A block without users is free; the tree is a user of
+        its blocks until it evicts them."""
         for block in blocks:
             self.refs[block] -= 1
             if self.refs[block] == 0:
                 self._free.append(block)
 
     def insert(self, tokens: Sequence[int], blocks: Sequence[int], *, ready: bool = True) -> list[Node]:
-        """Make the blocks of ``tokens`` findable; the last may be partly filled. Returns the new nodes.
+        """Make the blocks of ``tokens`` findable, and return the new nodes. The last block may be partly
+        filled.
 
-        Where there already is a node for the same tokens, it stays and no second node is added.
+        A partial leaf of the same block grows in its place, and is not returned. If there is a node of
+        another block for the same tokens, it stays. Insertion ends at the first block that cannot be a node
+        there.
         """
         node, new_nodes = self._root, []
         for index, block in enumerate(blocks):
@@ -155,7 +162,8 @@ class KVCache:
         return new_nodes
 
     def discard(self, nodes: Sequence[Node]) -> None:
-        """Remove nodes that never became ready, with all nodes below them."""
+        """Remove nodes that never became ready, with all nodes below them, and release their blocks. Nodes
+        that are not in the tree any more are skipped."""
         stack = list(nodes)  # a list and not a recursion: a long prompt is a deep chain
         while stack:
             node = stack.pop()
@@ -168,7 +176,8 @@ class KVCache:
             stack.extend(node.children.values())
 
     def forget(self) -> None:
-        """Empty the tree: its content belongs to a policy that is no longer served."""
+        """Empty the tree and begin a new generation: its content belongs to a policy that is no longer
+        served."""
         for block in self._nodes:
             self.refs[block] -= 1
             if self.refs[block] == 0:
@@ -178,7 +187,8 @@ class KVCache:
         self.generation += 1
 
     def check(self, sequences: Sequence[Sequence[int]]) -> None:
-        """Assert the invariants, given the blocks of every living sequence."""
+        """Raise AssertionError unless the invariants hold; ``sequences`` are the blocks of every living
+        sequence."""
         expected = [0] * self.num_blocks
         for blocks in sequences:
             for block in blocks:
@@ -193,7 +203,8 @@ class KVCache:
             assert len(node.tokens) == BLOCK or not node.children, "a partial node is a leaf"
 
     def _evict(self) -> None:
-        """Free the least recently used half of the leaves that no sequence uses. Raises OutOfBlocks."""
+        """Free the least recently used half of the leaves that no sequence uses, at least one, and count
+        them in ``evicted``. Raises OutOfBlocks if there is no such leaf."""
         leaves = [n for b, n in self._nodes.items() if self.refs[b] == 1 and not n.children and n.ready]
         if not leaves:
             raise OutOfBlocks(f"all {self.num_blocks} KV blocks are in use")
@@ -209,6 +220,7 @@ class KVCache:
 
 
 def _count_common(a: Sequence[int], b: Sequence[int]) -> int:
+    """Count the leading items that are equal in both."""
     count = 0
     for x, y in zip(a, b, strict=False):
         if x != y:

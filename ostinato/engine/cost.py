@@ -47,9 +47,12 @@ KNOTS = (
     2048,
 )
 MEASURED = (1, 4, 8, 9, 16, 17, 32, 33, 48, 49, 64, 65, 128, 256)
-_GAIN = 0.08  # weight of a new timing against the table
+_STEP_SHARE = 0.08  # weight of a new timing against the table
 _WINDOW = 32  # passes whose overhead is remembered
-_TRUSTED = (0.6, 1.6)  # a timing outside this band of the table is clipped to it: another process interfered
+_RATIO_BOUNDS = (
+    0.6,
+    1.6,
+)  # a timing outside this band of the table is clipped to it: another process interfered
 
 
 class CostTable:
@@ -69,10 +72,11 @@ class CostTable:
 
     @classmethod
     def measure(cls, run: Callable[[int, int], float], limit_s: float = 0.25, repeats: int = 3) -> CostTable:
-        """Make a table from ``run(rows, context)``, which returns the seconds of a pass of ``rows`` rows that
-        see ``context`` positions each.
+        """Make a table from ``run(rows, context)``, which returns the seconds of a pass of ``rows`` rows
+        that see ``context`` positions each.
 
-        Once a pass takes longer than ``limit_s``, larger ones are extrapolated.
+        The measurement ends at the first number of rows, after the second, whose pass takes longer than
+        ``limit_s``; larger passes are extrapolated.
         """
         run(1, 16)  # the first pass makes buffers and touches pages, so it is not timed
         rows, seconds = [], []
@@ -86,40 +90,42 @@ class CostTable:
         knots = np.array(KNOTS, np.float64)
         base = np.interp(knots, rows, seconds)
         # the slope beyond the last row is taken over several knots: a single knot may add no tile
-        half = next(i for i in range(len(rows)) if 2 * rows[i] >= rows[-1])
-        per_row = max(0.0, seconds[-1] - seconds[half - 1]) / (rows[-1] - rows[half - 1])
+        half_index = next(i for i in range(len(rows)) if 2 * rows[i] >= rows[-1])
+        per_row = max(0.0, seconds[-1] - seconds[half_index - 1]) / (rows[-1] - rows[half_index - 1])
         base += np.maximum(0.0, knots - rows[-1]) * per_row - slope * knots * 16
         return cls(np.maximum(base, 1e-6).tolist(), slope)
 
-    def seconds(self, rows: np.ndarray | int, attended: np.ndarray | float) -> np.ndarray:
+    def predict_seconds(self, rows: np.ndarray | int, attended: np.ndarray | float) -> np.ndarray:
         """Predict the seconds of passes of ``rows`` rows that see ``attended`` positions in all."""
         rows = np.asarray(rows, np.float64)
         base = np.interp(rows, self._knots, self._base)
         per_row = (self._base[-1] - self._base[-2]) / (self._knots[-1] - self._knots[-2])
-        beyond = np.maximum(0.0, rows - self._knots[-1]) * per_row
-        return self._overhead + base + beyond + self._slope * attended
+        extrapolated_s = np.maximum(0.0, rows - self._knots[-1]) * per_row
+        return self._overhead + base + extrapolated_s + self._slope * attended
 
     def observe(self, rows: int, attended: float, seconds: float) -> None:
-        """Move the overhead, and the knots around ``rows``, towards the ``seconds`` that a pass has taken."""
-        predicted = float(self.seconds(rows, attended))
+        """Move the table towards the ``seconds`` that a pass has taken: the overhead in every fourth pass,
+        the knots around ``rows`` after the first _WINDOW passes. The other knots are then raised or lowered
+        as far as needed for seconds that never fall with the number of rows."""
+        predicted = float(self.predict_seconds(rows, attended))
         self._overheads.append(seconds - (predicted - self._overhead))
         self._num_passes += 1
         if self._num_passes % 4 == 0:  # by the median: some passes are slow because they are the first
             self._overhead = max(0.0, float(np.median(self._overheads)))
         if self._num_passes < _WINDOW:
             return  # the first passes measure the engine more than the model
-        predicted = float(self.seconds(rows, attended))
-        low, high = _TRUSTED
-        change = (min(max(seconds / predicted, low), high) - 1.0) * predicted * _GAIN
-        right = int(np.searchsorted(self._knots, rows))
-        if right == 0 or right == len(self._knots) or self._knots[right] == rows:
-            self._base[min(right, len(self._knots) - 1)] += change
+        predicted = float(self.predict_seconds(rows, attended))
+        low, high = _RATIO_BOUNDS
+        change = (min(max(seconds / predicted, low), high) - 1.0) * predicted * _STEP_SHARE
+        right_knot = int(np.searchsorted(self._knots, rows))
+        if right_knot == 0 or right_knot == len(self._knots) or self._knots[right_knot] == rows:
+            self._base[min(right_knot, len(self._knots) - 1)] += change
         else:
-            left = right - 1
-            weight = (rows - self._knots[left]) / (self._knots[right] - self._knots[left])
-            self._base[left] += change * (1 - weight)
-            self._base[right] += change * weight
+            left_knot = right_knot - 1
+            weight = (rows - self._knots[left_knot]) / (self._knots[right_knot] - self._knots[left_knot])
+            self._base[left_knot] += change * (1 - weight)
+            self._base[right_knot] += change * weight
         # Knots that are never visited must not contradict those that are.
-        middle = min(right, len(self._knots) - 1)
+        middle = min(right_knot, len(self._knots) - 1)
         self._base[: middle + 1] = np.minimum(self._base[: middle + 1], self._base[middle])
         self._base[middle:] = np.maximum(self._base[middle:], self._base[middle])

@@ -34,35 +34,38 @@ MOST = 10_000  # the newest spans, kept where nothing collects them
 
 
 class Busy:
-    """Records passes. Neighbouring passes of one kind are one span: a pass costs a microsecond, no memory."""
+    """Records passes. Consecutive passes of one kind become one span, so that a pass costs a microsecond and
+    no memory. Only the newest MOST spans are kept."""
 
     def __init__(self, worker: str) -> None:
         self._worker = worker
         self._spans: deque[list[float]] = deque(maxlen=MOST)  # [is prefill, start, stop, rows, seconds]
 
     def record_pass(self, seconds: float, prefilled: int, sampled: int) -> None:
-        """Record a pass of ``seconds`` that ends now; its kind is that of most of its rows."""
+        """Record a pass of ``seconds`` that ends now. It counts as prefill if more tokens were ``prefilled``
+        than ``sampled``; it extends the last span if that is of the same kind and ended less than GAP_S
+        ago."""
         stop = time.time()
-        start, prefill = stop - seconds, prefilled > sampled
+        start, is_prefill = stop - seconds, prefilled > sampled
         if self._spans:
-            last = self._spans[-1]
-            if last[0] == prefill and start - last[2] <= GAP_S:
-                last[2:] = stop, last[3] + prefilled + sampled, last[4] + seconds
+            last_span = self._spans[-1]
+            if last_span[0] == is_prefill and start - last_span[2] <= GAP_S:
+                last_span[2:] = stop, last_span[3] + prefilled + sampled, last_span[4] + seconds
                 return
-        self._spans.append([prefill, start, stop, prefilled + sampled, seconds])
+        self._spans.append([is_prefill, start, stop, prefilled + sampled, seconds])
 
     def take(self) -> list[Span]:
         """Return the spans since the last call, in order, and clear them."""
         spans = [
             Span(
                 worker=self._worker,
-                kind=Kind.PREFILL if prefill else Kind.DECODE,
+                kind=Kind.PREFILL if is_prefill else Kind.DECODE,
                 start=start,
                 stop=stop,
                 amount=int(rows),
                 busy=busy,
             )
-            for prefill, start, stop, rows, busy in self._spans
+            for is_prefill, start, stop, rows, busy in self._spans
         ]
         self._spans.clear()
         return spans

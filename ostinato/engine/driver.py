@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 
 class Driver:
-    """A task that calls ``step`` while ``has_work``; ``fail`` gets the error of a step. ``drop_all`` ends
-    the work of an event loop that has been closed."""
+    """Runs a task that calls ``step`` while ``has_work``. ``fail`` receives the error of a step.
+    ``drop_all`` ends the work that a closed event loop has left."""
 
     def __init__(
         self,
@@ -22,9 +22,9 @@ class Driver:
         self._task: asyncio.Task[None] | None = None
 
     def enter(self) -> None:
-        """Call it before work is added: ends the work of an event loop that has been closed.
+        """Prepare for work that is added next: end the work that a closed event loop has left.
 
-        Raises RuntimeError where another event loop is at work.
+        Raises RuntimeError if another event loop is at work.
         """
         if self._task is None or self._task.done():
             return
@@ -37,7 +37,8 @@ class Driver:
 
     @contextmanager
     def working(self, add: Callable[[], None], drop: Callable[[], None]) -> Iterator[None]:
-        """Call ``add``, then step until there is no work; at the exit ``drop`` ends the work that is left."""
+        """Call ``enter`` and ``add``, and start a task that steps until there is no work, unless it runs
+        already. At the exit ``drop`` ends the work that is left. Raises RuntimeError as ``enter`` does."""
         self.enter()
         add()
         if self._task is None or self._task.done():

@@ -27,15 +27,15 @@ from ostinato.engine.cost import CostTable
 from ostinato.engine.counters import Busy, Counters
 from ostinato.engine.driver import Driver
 from ostinato.engine.model_input import NO_DRAFTS, ModelInput, build_model_input
-from ostinato.engine.paged import KVStore, block_bytes
-from ostinato.engine.postprocess import StepOutput, postprocess, sampling_rows
-from ostinato.engine.requests import Limits, Results, new_completion, new_sequence, next_of
+from ostinato.engine.paged import KVStore, count_block_bytes
+from ostinato.engine.postprocess import StepOutput, find_sampling_rows, postprocess
+from ostinato.engine.requests import Limits, Results, await_result, new_completion, new_sequence
 from ostinato.engine.routes import RouteStore
 from ostinato.engine.runner import Policies, Runner
 from ostinato.engine.sampler import Drawn
 from ostinato.engine.scheduler import Scheduler
 from ostinato.engine.sequences import Sequence, SequenceTable
-from ostinato.engine.speculation import Speculation, afford
+from ostinato.engine.speculation import Speculation, allocate_drafts
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters
 from ostinato.model.native import Kernels
@@ -81,7 +81,7 @@ class LocalEngine:
         self.counters = Counters()
         self._decode, self._record_support = decode, record_support
         layers, shape = decoder.config.num_layers, decoder.kv_shape
-        blocks = (kv_memory_mb << 20) // block_bytes(layers, shape, decoder.dtype)
+        blocks = (kv_memory_mb << 20) // count_block_bytes(layers, shape, decoder.dtype)
         store = KVStore.allocate(
             layers,
             blocks,
@@ -103,8 +103,8 @@ class LocalEngine:
             before_preemption=self._keep_routes,
         )
         self._driver = Driver(self.step, lambda: bool(len(self._scheduler)), self._fail, self._drop_all)
-        measure = drafter is not None and cost is None
-        self.cost = CostTable.measure(self._runner.seconds) if measure else cost
+        needs_cost = drafter is not None and cost is None
+        self.cost = CostTable.measure(self._runner.measure_seconds) if needs_cost else cost
         self.speculation = self.speculate(drafter) if drafter is not None else None
 
     def speculate(self, drafter: Drafter) -> Speculation:
@@ -122,10 +122,12 @@ class LocalEngine:
         return self.policies.versions[0]
 
     def publish(self, adapters: Adapters | None, version: int, policy: str = "") -> None:
-        """Serve a copy of ``adapters`` (None: the base) from the next step on.
+        """Serve a copy of ``adapters`` (None: the base) from the next step on. Raises NotFinite, changing
+        nothing.
 
-        Without a name it is the policy being trained: running requests continue under it, and the prefix tree
-        is cleared. A named policy is for new requests; running ones end under the policy they began with.
+        Without a name it is the policy being trained: running requests continue under it, and the prefix
+        tree is cleared. A named policy is for new requests; running ones end under the policy they began
+        with. Policies without a name that no request uses are dropped.
         """
         self.policies.publish(adapters, version, policy)
         self.policies.retire(sequence.policy for sequence in self._scheduler.unfinished)
@@ -133,12 +135,12 @@ class LocalEngine:
             self._scheduler.cache.forget()
 
     def withdraw(self, policy: str) -> None:
-        """Stop serving a named policy; requests that run under it continue under it to their end."""
+        """Stop serving a named policy, if there is one; requests that run under it continue to their end."""
         self.policies.withdraw(policy)
         self.policies.retire(sequence.policy for sequence in self._scheduler.unfinished)
 
     def publish_weights(self, path: Path, version: int) -> None:
-        """Publish all weights: load those in ``path`` (``wire.pack_weights``) into the decoder."""
+        """Load all weights in ``path`` (``wire.pack_weights``) into the decoder; publish the base."""
         self._runner.load(path)
         self.publish(None, version)
 
@@ -150,9 +152,9 @@ class LocalEngine:
     async def generate(
         self, requests: Seq[Request], on_tokens: Callable[[int, Emitted], None] | None = None
     ) -> AsyncIterator[tuple[int, Completion]]:
-        """Yield (index, completion) as requests finish; ``on_tokens(index, emitted)`` streams, pass by pass.
-        Calls share a batch.
-        """
+        """Yield (index, completion) as requests finish; ``on_tokens(index, emitted)`` receives new tokens
+        after every pass. At the exit other requests are dropped. Raises ValueError for requests that can
+        never be answered, RuntimeError if another event loop is at work, and the error of a step."""
         results, limits = Results(), self._limits
         sequences = [
             new_sequence(request, limits, index=index, results=results, on_tokens=on_tokens)
@@ -166,12 +168,12 @@ class LocalEngine:
 
         with self._driver.working(add, lambda: self._drop(sequences)):
             for _ in sequences:
-                yield await next_of(results)
+                yield await await_result(results)
 
     def cut(self, requests: Collection[Request]) -> None:
-        """End these now, between two passes: ``generate`` yields them as ABORT with the tokens so far."""
-        slots, waiting = self._scheduler.of(requests)
-        sequences = [*map(self._scheduler.table.at, slots), *waiting]
+        """End these, unless they have ended: ``generate`` yields them as ABORT."""
+        slots, waiting = self._scheduler.find_requests(requests)
+        sequences = [*map(self._scheduler.table.get_sequence, slots), *waiting]
         for slot in slots:
             self._finish(slot, Stop.ABORT)
         for sequence in waiting:
@@ -183,7 +185,7 @@ class LocalEngine:
     def under_way(self) -> list[tuple[Request, int]]:
         """Return the requests that have not ended, each with the number of its sampled tokens."""
         table = self._scheduler.table
-        running = [(table.at(slot), int(table.length[slot])) for slot in table.order]
+        running = [(table.get_sequence(slot), int(table.length[slot])) for slot in table.order]
         waiting = [(sequence, len(sequence.text)) for sequence in self._scheduler.waiting]
         return [(sequence.request, length - sequence.prompt_len) for sequence, length in (*running, *waiting)]
 
@@ -193,8 +195,8 @@ class LocalEngine:
         return len(self._scheduler.table), len(self._scheduler.waiting)
 
     def lend_memory(self) -> AbstractContextManager[None]:
-        """Return a context without memory for keys and values, for a training step on this GPU; where there
-        are requests they keep theirs."""
+        """Return a context without memory for keys and values, for a training step on this GPU, and forget
+        the tree of prefixes; if there are requests nothing changes."""
         if len(self._scheduler):
             return nullcontext()
         self._scheduler.cache.forget()
@@ -203,14 +205,14 @@ class LocalEngine:
     @property
     def free_blocks(self) -> int:
         """KV blocks that are free now or after eviction."""
-        return self._scheduler.cache.available
+        return self._scheduler.cache.num_available
 
     def take_spans(self) -> list[Span]:
         """Return the spans of the passes since the last call, and clear them."""
         return self._busy.take()
 
     def step(self) -> None:
-        """Schedule, run one forward, postprocess."""
+        """Schedule, run one forward, append the tokens; do nothing if no sequence has a row."""
         start = time.perf_counter()
         scheduler = self._scheduler
         self._copy_blocks(scheduler.admit())
@@ -236,13 +238,13 @@ class LocalEngine:
         self._busy.record_pass(seconds, num_prefilled, len(plan.tokens) - num_prefilled)
 
     def _draft(self, slots: np.ndarray, counts: np.ndarray) -> Drafts:
-        """Return the drafts to verify in this pass, cut to the KV blocks that are free."""
+        """Return the drafts of this pass for which KV blocks are free, and allocate these."""
         if self.speculation is None:
             return NO_DRAFTS
         scheduler = self._scheduler
         drafts = self.speculation.propose(slots, counts, len(scheduler.waiting))
         if len(drafts.tokens):
-            drafts, num_cut = afford(scheduler.table, scheduler.cache, slots, drafts)
+            drafts, num_cut = allocate_drafts(scheduler.table, scheduler.cache, slots, drafts)
             self.counters.cut_drafts += num_cut
         return drafts
 
@@ -257,7 +259,7 @@ class LocalEngine:
 
     def _sample(self, hidden: torch.Tensor, plan: ModelInput, drafts: Drafts, ready: np.ndarray) -> Drawn:
         """Draw a token for every row that may emit one."""
-        sampling = sampling_rows(self._scheduler.table, plan, drafts, ready)
+        sampling = find_sampling_rows(self._scheduler.table, plan, drafts, ready)
         return self._runner.draw(
             hidden,
             sampling.settings,
@@ -272,12 +274,12 @@ class LocalEngine:
         """Verify the drafts, append the new tokens, stream them, and finish the sequences that stop."""
         table = self._scheduler.table
         slots = plan.slots[ready]
-        versions = self.policies.versions_of(table.policy[slots])
+        versions = self.policies.list_versions(table.policy[slots])
         output = postprocess(table, plan, drafts, ready, drawn, versions, self._decode)
         for r in np.flatnonzero(table.listened[slots]).tolist():
-            sequence = table.at(int(slots[r]))
+            sequence = table.get_sequence(int(slots[r]))
             assert sequence.on_tokens is not None
-            emitted = output.of(r, sequence.request.top_logprobs, int(versions[r]))
+            emitted = output.select_sequence(r, sequence.request.top_logprobs, int(versions[r]))
             sequence.on_tokens(sequence.index, emitted)
         self.counters.decoded += int(output.counts.sum())
         self.counters.accepted += int(output.accepted.sum())
@@ -299,11 +301,11 @@ class LocalEngine:
             self.counters.seconds_without += speculation.account(plan, nodes, ready, output, seconds, steps)
 
     def _finish(self, slot: int, stop: Stop) -> None:
-        """End a sequence: put its blocks into the prefix tree and hand out its completion."""
+        """End a sequence, keep its prefix, hand out its completion; an error forgets the tree instead."""
         scheduler, table = self._scheduler, self._scheduler.table
-        sequence, computed = table.at(slot), int(table.computed[slot])
+        sequence, computed = table.get_sequence(slot), int(table.computed[slot])
         tokens = table.text[slot, : int(table.length[slot])].copy()
-        routes = None if self._routes is None else self._routes.of(sequence, computed, len(tokens))
+        routes = None if self._routes is None else self._routes.read_routes(sequence, computed, len(tokens))
         if stop is Stop.ERROR:
             self.counters.errors += 1
             scheduler.cache.forget()  # its prompt is in the tree, where keys and values may be not finite
@@ -317,11 +319,11 @@ class LocalEngine:
         sequence.results.put_nowait((sequence.index, completion))
 
     def _keep_routes(self, slot: int) -> None:
-        """Store, before a preemption, the routes of the tokens sampled so far. Rows that are computed again,
-        perhaps by another policy, may route differently: right for later tokens, not for these."""
-        table, sequence = self._scheduler.table, self._scheduler.table.at(slot)
+        """Store, before a preemption, the routes of the tokens sampled so far. Rows that are computed again
+        may have other routes, which are right for later tokens only."""
+        table, sequence = self._scheduler.table, self._scheduler.table.get_sequence(slot)
         if self._routes is not None and table.length[slot] > table.prompt[slot]:
-            sequence.routes = self._routes.of(sequence, int(table.computed[slot]))
+            sequence.routes = self._routes.read_routes(sequence, int(table.computed[slot]))
 
     @property
     def _limits(self) -> Limits:
@@ -334,12 +336,12 @@ class LocalEngine:
         )
 
     def _fail(self, error: BaseException) -> None:
-        """Raise the error of a step at every caller."""
+        """Give the error of a step to every caller, whose ``generate`` raises it."""
         for sequence in self._scheduler.unfinished:
             sequence.results.put_nowait(error)
 
     def _drop(self, sequences: Iterable[Sequence]) -> None:
-        """End sequences whose caller has gone, without a completion."""
+        """End those that have not ended, without a completion."""
         unfinished = self._scheduler.drop(sequences)
         if self.speculation is not None:
             self.speculation.close(unfinished)

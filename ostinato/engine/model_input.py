@@ -16,7 +16,8 @@ from ostinato.types import Drafts
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelInput:
-    """S sequences, T rows; rows of a sequence are consecutive, row 0 before its draft."""
+    """The T rows of a pass over S sequences. Rows of a sequence are consecutive, and the rows of its known
+    text come before those of its draft."""
 
     slots: np.ndarray  # [S] in the table of sequences
     counts: np.ndarray  # [S] rows
@@ -37,7 +38,7 @@ class ModelInput:
 NO_DRAFTS = Drafts(counts=np.zeros(0, np.int32), tokens=np.zeros(0, np.int32))
 
 
-def draft_counts(drafts: Drafts, sequences: int) -> np.ndarray:
+def count_draft_tokens(drafts: Drafts, sequences: int) -> np.ndarray:
     """Return the number of draft tokens of each sequence: [S] int64, zeros where nothing is drafted."""
     return drafts.counts.astype(np.int64) if len(drafts.counts) else np.zeros(sequences, np.int64)
 
@@ -50,7 +51,7 @@ def build_model_input(
     ``drafts.counts`` is aligned with ``slots``, or empty where nothing is drafted. The blocks must be
     allocated already.
     """
-    rows = counts + draft_counts(drafts, len(slots))
+    rows = counts + count_draft_tokens(drafts, len(slots))
     ends = np.cumsum(rows)
     firsts, T = ends - rows, int(ends[-1])
     owner = np.repeat(np.arange(len(slots), dtype=np.int32), rows)

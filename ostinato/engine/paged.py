@@ -53,21 +53,22 @@ class KVStore:
     value_layers: tuple[Tensor, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._put(self.keys, self.values)
+        self._set_arrays(self.keys, self.values)
 
-    def _put(self, keys: Tensor, values: Tensor) -> None:
+    def _set_arrays(self, keys: Tensor, values: Tensor) -> None:
         self.keys, self.values = keys, values
         self.key_layers, self.value_layers = keys.unbind(0), values.unbind(0)
 
     @contextmanager
     def lend_memory(self) -> Iterator[None]:
-        """Free the memory within the context; after it the arrays are zeros, perhaps at another address."""
+        """Free the memory within the context. After it, also after an error, the arrays are zeros, perhaps
+        at another address."""
         sizes, dtype, device = (self.keys.shape, self.values.shape), self.keys.dtype, self.keys.device
-        self._put(self.keys.new_empty(0), self.values.new_empty(0))
+        self._set_arrays(self.keys.new_empty(0), self.values.new_empty(0))
         try:
             yield
         finally:
-            self._put(*(_make_zeros(size, dtype, device) for size in sizes))
+            self._set_arrays(*(_make_zeros(size, dtype, device) for size in sizes))
 
     @classmethod
     def allocate(
@@ -81,7 +82,8 @@ class KVStore:
         by_position: bool = False,
     ) -> KVStore:
         """Allocate zeros for ``blocks`` blocks; ``shape`` is the decoder's (num_kv_heads, key_dim,
-        value_dim).
+        value_dim). Raises ValueError for keys whose width is not divisible by that of a pair, unless
+        ``by_position``.
 
         On a CPU memory is used only when a block is first written: few of many workers fill their pools.
         """
@@ -89,7 +91,7 @@ class KVStore:
         if by_position:
             sizes = ((layers, blocks, BLOCK, heads, width) for width in (key_dim, value_dim))
             return cls(*(_make_zeros(size, dtype, device) for size in sizes), by_position=True)
-        pair = key_pair(dtype)
+        pair = choose_pair_size(dtype)
         if key_dim % pair:
             raise ValueError(f"keys of an odd width ({key_dim}) cannot be cached in {dtype}; use float32")
         keys = _make_zeros((layers, blocks, heads, key_dim // pair, BLOCK, pair), dtype, device)
@@ -102,7 +104,8 @@ class KVStore:
         self.value_layers[layer][blocks, :, offsets] = v
 
     def read(self, layer: int, tables: Tensor) -> tuple[Tensor, Tensor]:
-        """Copy the blocks of ``tables`` [S, blocks] int64: keys [S, heads, positions, Dk] and values."""
+        """Return copies of the blocks of ``tables`` [S, blocks] int64: keys [S, heads, positions, Dk] and
+        values."""
         # [S, blocks, heads, Dk / pair, 16, pair] -> [S, heads, positions, Dk]
         keys = self.key_layers[layer][tables].permute(0, 2, 1, 4, 3, 5).flatten(4, 5).flatten(2, 3)
         return keys, self.value_layers[layer][tables].transpose(1, 2).flatten(2, 3)
@@ -117,18 +120,18 @@ class KVStore:
         return sum(t.numel() * t.element_size() for t in (self.keys, self.values))
 
 
-def on_device(array: np.ndarray, device: torch.device) -> Tensor:
+def move_to_device(array: np.ndarray, device: torch.device) -> Tensor:
     """Return ``array`` on ``device``: on a CPU its own memory, on a GPU an asynchronous copy."""
     values = torch.from_numpy(array)
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
-def key_pair(dtype: torch.dtype) -> int:
+def choose_pair_size(dtype: torch.dtype) -> int:
     """Return the number of interleaved features of keys: what a multiply-add instruction sums."""
     return 2 if dtype == torch.bfloat16 else 1
 
 
-def block_bytes(layers: int, shape: tuple[int, int, int], dtype: torch.dtype) -> int:
+def count_block_bytes(layers: int, shape: tuple[int, int, int], dtype: torch.dtype) -> int:
     """Return the bytes of a block over all layers."""
     heads, key_dim, value_dim = shape
     return layers * heads * (key_dim + value_dim) * BLOCK * dtype.itemsize
@@ -143,14 +146,15 @@ class Places:
     owners: np.ndarray  # [T] int32
     seen: np.ndarray  # [T] int32
 
-    def part(self, first: int, last: int) -> Places:
-        """Return rows first to last - 1 as a pass of their own."""
-        span = slice(first, last)
+    def cut_part(self, first_row: int, end_row: int) -> Places:
+        """Return rows first to last - 1 as a pass of their own, with all tables."""
+        span = slice(first_row, end_row)
         return Places(self.slots[span], self.tables, self.owners[span], self.seen[span])
 
-    def on(self, device: torch.device) -> Rows:
+    def move_to(self, device: torch.device) -> Rows:
+        """Return the rows on ``device``, with these arrays for reading on the host."""
         arrays = (self.slots, np.ascontiguousarray(self.tables), self.owners, self.seen)
-        return Rows(*(on_device(a, device) for a in arrays), owners=self.owners, seen=self.seen)
+        return Rows(*(move_to_device(a, device) for a in arrays), owners=self.owners, seen=self.seen)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,14 +168,15 @@ class Rows:
     owners: np.ndarray | None = None  # ``sequence`` and ``lengths`` on the host, where they come from it:
     seen: np.ndarray | None = None  # to read them from a GPU would wait for it
 
-    def pick(self, rows: Tensor | slice, on_host: np.ndarray | slice) -> Rows:
+    def select_rows(self, rows: Tensor | slice, on_host: np.ndarray | slice) -> Rows:
         """Select rows, by indices on the device (``rows``) and the same on the host (``on_host``)."""
         owners, seen = (x if x is None else x[on_host] for x in (self.owners, self.seen))
         sequence, lengths = self.sequence[rows], self.lengths[rows]
         return Rows(self.slots[rows], self.tables, sequence, lengths, owners, seen)
 
-    def on_host(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return ``sequence`` and ``lengths`` as arrays [T]."""
+    def read_on_host(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return ``sequence`` and ``lengths`` as arrays [T]; waits for a GPU if they did not come from the
+        host."""
         owners = self.sequence.cpu().numpy() if self.owners is None else self.owners
         return owners, self.lengths.cpu().numpy() if self.seen is None else self.seen
 
@@ -194,13 +199,13 @@ class NativePaged:
 
 
 class TorchPaged:
-    """Attention in torch, on any device: gathers the blocks of each row's sequence, masks unseen
+    """Attention in torch, on any device. It gathers the blocks of each row's sequence and masks unseen
     positions."""
 
     def __init__(self, store: KVStore, rows: Rows) -> None:
         self.store, self.slots = store, (rows.slots // BLOCK, rows.slots % BLOCK)
-        longest = int(rows.on_host()[1].max())
-        self.tables = rows.tables[:, : (longest + BLOCK - 1) // BLOCK].long()
+        max_length = int(rows.read_on_host()[1].max())
+        self.tables = rows.tables[:, : (max_length + BLOCK - 1) // BLOCK].long()
         self.sequence = rows.sequence.long()
         positions = torch.arange(self.tables.shape[1] * BLOCK, device=rows.tables.device)
         self.before = rows.lengths.unsqueeze(1) - positions  # distance from a row, 1 for its own position
@@ -233,12 +238,12 @@ class TorchPaged:
 
 
 class TritonPaged(ProjectedAttend):
-    """Attention by the kernels of ``model.cuda``: one launch to norm, rotate and write, and one or two to
-    attend, for rows of any kind.
+    """Attention by the kernels of ``model.cuda``, for rows of any kind. One launch norms, rotates and
+    writes, and one or two attend.
 
-    A row's result depends on no other row. Needs a store by position. ``tiles``: which rows share a tile, for
-    the query heads of a key head; from the owners of the rows where it is None. ``exact``: by the kernels
-    that the trainer has, in sequence.
+    A row's result depends on no other row. Needs a store by position. ``tiles``: which rows share a tile,
+    for the query heads of a key head; None: they are cut from the owners of the rows in the first call.
+    ``exact``: attend by the kernels that the trainer uses too, without splits.
     """
 
     def __init__(
@@ -277,7 +282,7 @@ class TritonPaged(ProjectedAttend):
 
         keys, values, rows = self.store.key_layers[layer], self.store.value_layers[layer], self.rows
         if self._tiles is None:
-            self._tiles = paged.Tiles.of(rows.on_host()[0], q.shape[1] // keys.shape[2], q.device)
+            self._tiles = paged.Tiles.of(rows.read_on_host()[0], q.shape[1] // keys.shape[2], q.device)
         is_small = not self._exact and len(self._tiles.first) * keys.shape[2] < FEW_PROGRAMS
         return paged.paged_attention(
             q, keys, values, rows.tables, rows.sequence, rows.lengths, self._tiles, scale, parallel=is_small
@@ -285,16 +290,17 @@ class TritonPaged(ProjectedAttend):
 
 
 class GpuPaged:
-    """Attention by torch's kernels on a GPU: nothing is read from it, and no prompt is copied for each row.
+    """Attention by torch's kernels on a GPU, without reading from the GPU and without a copy of a prompt for
+    each row.
 
     A run of more than SHORT rows of a sequence (a prompt, or a part of a prompt) is a causal call over its
     own keys and another call over the cached keys, merged by their log-sum-exps. All other rows are a masked
-    batch, where the query heads of a key head are the rows. Kernels are chosen by shapes: numbers are those
-    of ``TorchPaged`` up to rounding, and not alike in every batch.
+    batch, where the query heads of a key head are the rows. Torch chooses kernels by shapes, so the numbers
+    are those of ``TorchPaged`` up to rounding, and not alike in every batch.
     """
 
     def __init__(self, store: KVStore, rows: Rows) -> None:
-        owners, seen = rows.on_host()
+        owners, seen = rows.read_on_host()
         firsts = np.flatnonzero(np.diff(owners, prepend=-1))
         ends = np.append(firsts[1:], len(owners))
         is_long = ends - firsts > SHORT
@@ -304,8 +310,8 @@ class GpuPaged:
             for first, end in zip(firsts[is_long], ends[is_long], strict=True)
         ]
         is_short = np.repeat(~is_long, ends - firsts)
-        self.places = on_device(np.flatnonzero(is_short), rows.slots.device) if is_long.any() else None
-        short_rows = rows if self.places is None else rows.pick(self.places, is_short)
+        self.places = move_to_device(np.flatnonzero(is_short), rows.slots.device) if is_long.any() else None
+        short_rows = rows if self.places is None else rows.select_rows(self.places, is_short)
         self.short = TorchPaged(store, short_rows) if is_short.any() else None
         self.alone = len(owners) == len(firsts) == len(rows.tables)  # a row for each sequence, in order
 
@@ -344,9 +350,9 @@ class GpuPaged:
         if cached:
             blocks = table[: (cached + BLOCK - 1) // BLOCK].unsqueeze(0)
             keys, values = (x[:, :, :cached] for x in self.store.read(layer, blocks))
-            part, part_lse, _ = kernel.forward(
+            cached_out, cached_lse, _ = kernel.forward(
                 queries, kernel.prepare(keys), kernel.prepare(values), scale, False
             )
             out, lse = out.float(), lse.clone()
-            merge(out, lse, part, part_lse)
+            merge(out, lse, cached_out, cached_lse)
         return out.squeeze(0).transpose(0, 1).to(q.dtype)

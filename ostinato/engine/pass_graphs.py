@@ -4,7 +4,7 @@ A pass of up to MOST_ROWS rows is filled up to a power of two. A row that fills 
 sees one position of the first sequence, and stores nothing; its result is ignored. There is a graph for each
 (policy, rows, blocks of a table), captured when it is first needed; a pass with rows of several policies has
 SEVERAL for the policy. All that differs between two passes, and the factors of adapters, is written into
-fixed memory: ``fill`` and ``overwrite``.
+fixed memory: ``fill`` and ``overwrite_factors``.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ class Stack:
         self._entries: dict[int, tuple[int, Adapters | None]] = {}  # (place, adapters) by policy
 
     def update(self, policies: Mapping[int, Adapters | None]) -> bool:
-        """Store the adapters of ``policies`` by number (None: the base), and no others. Return False where
-        the memory is new, so that graphs which read the old one are stale."""
+        """Store the adapters of ``policies`` by number (None: the base), and no others. Returns False if new
+        memory was allocated, since the policies or their shapes did not fit: graphs that read the old memory
+        are stale."""
         entries = {number: self._entries[number] for number in policies if number in self._entries}
         free = iter(sorted({*range(self._size)} - {place for place, _ in entries.values()}))
         if self._prepared is not None and len(policies) <= self._size:
@@ -104,26 +105,28 @@ class Buffers:
         where: Places,
         owners: np.ndarray | None,
     ) -> None:
-        """Write the inputs of T rows, padded to ``rows``; ``group``: query heads of a key head."""
+        """Write the inputs of T rows, padded to ``rows``; ``group``: query heads of a key head; ``owners``:
+        [T] places of the policies, None for a single policy. A row of padding has the first row's token,
+        sees one position and has slot -1."""
         from ostinato.model.cuda.paged import cut_tiles
 
-        count = len(tokens)
-        wide, narrow = np.zeros((3, rows), np.int64), np.zeros((7, rows), np.int32)
-        wide[0], wide[2], narrow[1] = tokens[0], -1, 1
-        wide[:, :count] = tokens, positions, where.slots
+        num_tokens = len(tokens)
+        longs, ints = np.zeros((3, rows), np.int64), np.zeros((7, rows), np.int32)
+        longs[0], longs[2], ints[1] = tokens[0], -1, 1  # of padding: token, slot, positions seen
+        longs[:, :num_tokens] = tokens, positions, where.slots
         starts = np.diff(where.owners, prepend=-1) != 0
-        narrow[0, :count], narrow[1, :count] = np.cumsum(starts) - 1, where.seen
-        tiles = cut_tiles(narrow[0], group)
-        narrow[2:4, : tiles.shape[1]] = tiles  # tiles after these have no rows
+        ints[0, :num_tokens], ints[1, :num_tokens] = np.cumsum(starts) - 1, where.seen
+        tiles = cut_tiles(ints[0], group)
+        ints[2:4, : tiles.shape[1]] = tiles  # tiles after these have no rows
         if owners is not None:
-            narrow[4, :count], narrow[4, count:] = owners, owners[-1]
-            tiles = cut_tiles(narrow[4], 1)
-            narrow[5:, : tiles.shape[1]] = tiles
+            ints[4, :num_tokens], ints[4, num_tokens:] = owners, owners[-1]
+            tiles = cut_tiles(ints[4], 1)
+            ints[5:, : tiles.shape[1]] = tiles
         tables = where.tables[where.owners[starts]]
         padded = np.zeros((len(tables), self.tables.shape[1]), np.int32)
         padded[:, : tables.shape[1]] = tables[:, : padded.shape[1]]
-        _write(self.wide[:, :rows], wide)
-        _write(self.narrow[:, :rows], narrow)
+        _write(self.wide[:, :rows], longs)
+        _write(self.narrow[:, :rows], ints)
         _write(self.tables[: len(padded)], padded)
 
 
@@ -166,8 +169,9 @@ class PassGraphs:
         positions: np.ndarray,
         where: Places,
     ) -> tuple[Tensor, Tensor | None]:
-        """Run ``Decoder.forward`` for a pass of at most MOST_ROWS rows and return copies of its results;
-        ``policy``: its number, or SEVERAL."""
+        """Run ``Decoder.forward`` for a pass of at most MOST_ROWS rows, and return copies of its results;
+        ``policy``: its number, or SEVERAL. The graph is captured if there is none for this shape. All graphs
+        are dropped first if keys and values have moved in memory."""
         if self._memory != (memory := (self._store.keys.data_ptr(), self._store.values.data_ptr())):
             self._passes, self._memory = {}, memory
         rows = 1 << (len(tokens) - 1).bit_length()
@@ -185,6 +189,7 @@ class PassGraphs:
         return graph_pass.hidden[: len(tokens)].clone(), routing
 
     def _capture(self, adapters: Prepared | PolicyMix | None, buffers: Buffers, rows: int) -> Pass:
+        """Capture the layers on the first ``rows`` rows of ``buffers``."""
         from ostinato.model.cuda import mix_ops
         from ostinato.model.cuda.paged import TILE_M, Tiles
 
@@ -192,7 +197,7 @@ class PassGraphs:
         sequence, lengths, first, count, owners, owner_first, owner_count = buffers.narrow[:, :rows]
         ops, prepared = self._kernels.ops, adapters.prepared if isinstance(adapters, PolicyMix) else adapters
         if isinstance(adapters, PolicyMix):
-            # enough however the policies share the rows
+            # full tiles of rows, and a partial one of every further policy
             max_tiles = min(rows, -(-rows // TILE_M) + adapters.size - 1)
             ops = mix_ops(ops, owners, Tiles(owner_first[:max_tiles], owner_count[:max_tiles]))
         places, tiles = Rows(slots, buffers.tables, sequence, lengths), Tiles(first, count)
@@ -208,9 +213,9 @@ class PassGraphs:
         return graph_pass
 
 
-def overwrite(old: Prepared | None, new: Prepared | None) -> bool:
-    """Put the factors of ``new`` into the memory of ``old``, which graphs read; False, changing nothing,
-    where they differ in more than values."""
+def overwrite_factors(old: Prepared | None, new: Prepared | None) -> bool:
+    """Copy the factors of ``new`` into the memory of ``old``, which graphs read, and return True. Returns
+    False, changing nothing, if they differ in more than values."""
     old_parts, new_parts = list(_iterate_parts(old)), list(_iterate_parts(new))
     if [_describe_part(part) for part in old_parts] != [_describe_part(part) for part in new_parts]:
         return False
@@ -233,4 +238,5 @@ def _iterate_parts(value: object) -> Iterator[object]:
 
 
 def _describe_part(part: object) -> object:
+    """Return what must be equal for one part to be written over another."""
     return (part.shape, part.dtype) if isinstance(part, Tensor) else part

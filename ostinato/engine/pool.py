@@ -56,9 +56,9 @@ class Call:
     losses: int = 0  # samplers that were lost with it
     awaited: bool = True  # whether its caller still waits for it
 
-    def job(self) -> Job:
+    def make_job(self) -> Job:
         """Return the call as placements see it. A seed path is (run, round, ..., place in the stream,
-        sample); a call with a shorter one has no siblings."""
+        sample); a call with less than four numbers has no siblings, and counts as of round 0."""
         seed = self.request.seed
         step, place = (seed[1], seed[-2]) if len(seed) > 3 else (0, self.id)
         return Job(
@@ -83,7 +83,7 @@ class Published:
     seconds: float = 0.0  # until the last worker had proved it
 
     def settle(self, worker: int, version: float, size: int = 0) -> None:
-        """Record that the worker serves ``version`` (infinity: it is lost) and will prove no older one."""
+        """Record that the worker serves ``version`` or a later one (infinity: it is lost), once."""
         if self.version <= version and worker in self.missing:
             self.missing.discard(worker)
             self.bytes += size * (self.version == version)
@@ -96,16 +96,16 @@ class State(StrEnum):
     LOST = "lost"  # and not started again yet
 
 
-def sampler_lost(cause: str, final: bool = False) -> WorkerLost:
+def make_sampler_lost(cause: str, final: bool = False) -> WorkerLost:
     return WorkerLost(WorkerKind.SAMPLER, cause, final=final)
 
 
 async def wait_bounded(awaitable: Awaitable[T], seconds: float, what: str) -> T:
-    """Return the result of ``awaitable``. Raises WorkerLost where it raises, or takes over ``seconds``: it is
-    then cancelled, but not waited for, since it may ignore that.
+    """Return the result of ``awaitable``. Raises WorkerLost if it raises, is cancelled, or takes over
+    ``seconds``: then it is cancelled, but not waited for, since it may ignore that.
 
-    Time is counted in slices: where the event loop itself was blocked for long (by a training step), replies
-    that have arrived meanwhile are read before a worker counts as silent.
+    Time is counted in slices: if the event loop was blocked for long (by a training step), replies that have
+    arrived meanwhile are read before a worker counts as silent.
     """
     task = asyncio.ensure_future(awaitable)
     task.add_done_callback(lambda task: task.cancelled() or task.exception())  # asyncio logs unread errors
@@ -117,23 +117,23 @@ async def wait_bounded(awaitable: Awaitable[T], seconds: float, what: str) -> T:
     finally:
         task.cancel()
     if not task.done():
-        raise sampler_lost(f"silent for {seconds:g} s: {what}")
+        raise make_sampler_lost(f"silent for {seconds:g} s: {what}")
     try:
         return task.result()
     except WorkerLost:
         raise
     except asyncio.CancelledError:
-        raise sampler_lost(f"gave up: {what}") from None
+        raise make_sampler_lost(f"gave up: {what}") from None
     except Exception as error:  # not Ctrl-C, which is no failure of a worker
-        raise sampler_lost(f"{type(error).__name__}: {error}") from error
+        raise make_sampler_lost(f"{type(error).__name__}: {error}") from error
 
 
 @dataclass(kw_only=True, eq=False)
 class Worker:
-    """A place of the pool, whose sampler may be lost and replaced; ``serve`` runs it until it is lost.
+    """A place of the pool. Its sampler may be lost and replaced; ``serve`` runs one sampler until it is lost.
 
-    Two tasks talk to a sampler. One sends: the policy first, then calls and drops. The other collects.
-    ``on_reply`` gets every reply and the previous reply, ``on_proof`` every publication that is served.
+    One task sends to the sampler, first the policy, then calls and drops; another one collects replies.
+    ``on_reply`` receives every reply and the reply before it, ``on_proof`` every publication that is served.
     """
 
     id: int
@@ -151,12 +151,12 @@ class Worker:
     reply: PollResult | None = None  # the latest
     _drops: list[int] = field(default_factory=list)
     _publication: Publication | None = None  # to be sent
-    _sent: int = 0  # version of the last publication that was sent, and ...
-    _proved: int = 0  # ... of the last that is served
-    _stalled_s: float = 0.0  # seconds without progress
-    _mail: asyncio.Event = field(default_factory=asyncio.Event)
+    _last_sent: int = 0  # version of the last publication that was sent, and ...
+    _proved_version: int = 0  # ... of the last that is served
+    _idle_s: float = 0.0  # seconds without progress
+    _has_work: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def enter(self, state: State) -> None:
+    def set_state(self, state: State) -> None:
         self.state, self.since = state, time.time()
 
     # ---- sending
@@ -166,37 +166,37 @@ class Worker:
         if self._publication is not None:
             publication = replace(publication, answers=self._publication.answers + publication.answers)
         self._publication = publication
-        self._mail.set()
+        self._has_work.set()
 
     def deal(self, call: Call) -> None:
         call.home, call.generated = self.id, 0
         self.dealt.append(call)
-        self._mail.set()
+        self._has_work.set()
 
     def drop(self, call: Call) -> None:
-        """Cancel ``call``, if this worker has it."""
+        """Remove ``call`` if it is queued; if it was sent, ask the sampler to drop it."""
         if call in self.dealt:
             self.dealt.remove(call)
         elif call.id in self.calls:
             self._drops.append(call.id)
-            self._mail.set()
+            self._has_work.set()
 
     def take_back(self) -> tuple[list[Call], list[Call]]:
         """Clear the state of a lost sampler; return (calls that were sent to it, calls that were not)."""
         calls = [*self.calls.values()], [*self.dealt]
-        self.calls, self.dealt, self.reply, self._drops, self._stalled_s = {}, deque(), None, [], 0.0
+        self.calls, self.dealt, self.reply, self._drops, self._idle_s = {}, deque(), None, [], 0.0
         return calls
 
     # ---- serving
 
     async def serve(self, sampler: Sampler, policy: Publication, start_s: float) -> None:
         """Serve until the sampler is lost; its first ``policy`` may take ``start_s``. Raises WorkerLost."""
-        self._publication, self._proved = policy, policy.version
+        self._publication, self._proved_version = policy, policy.version
         await self._publish(sampler, start_s)
         tasks = [asyncio.create_task(self._send(sampler)), asyncio.create_task(self._collect(sampler))]
         try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
+            ended_tasks, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in ended_tasks:
                 task.result()
         finally:
             for task in tasks:
@@ -205,66 +205,67 @@ class Worker:
 
     async def _send(self, sampler: Sampler) -> None:
         while True:
-            self._mail.clear()
+            self._has_work.clear()
             await self._publish(sampler, self.silence_s)
             drops, self._drops, calls = self._drops, [], list[Call]()
             while self.dealt and len(self.calls) < self.slots:
                 call = self.dealt.popleft()
-                call.oldest = self._proved
-                self._stalled_s = self._stalled_s if self.calls else 0.0
+                call.oldest = self._proved_version
+                self._idle_s = self._idle_s if self.calls else 0.0
                 self.calls[call.id] = call
                 calls.append(call)
             if calls or drops:
                 start = sampler.start([(call.id, call.request) for call in calls], drops)
                 await wait_bounded(start, self.silence_s, f"starting {len(calls)} calls")
                 self.heard = time.time()
-            await self._mail.wait()
+            await self._has_work.wait()
 
     async def _publish(self, sampler: Sampler, seconds: float) -> None:
         publication, self._publication = self._publication, None
         if publication is None:
             return
-        version = self._sent = publication.version
+        version = self._last_sent = publication.version
         proof = await wait_bounded(sampler.publish(publication), seconds, f"publishing version {version}")
         if proof != publication.fingerprint:
             target, actual = publication.fingerprint or "the base", proof or "the base"
-            raise sampler_lost(
+            raise make_sampler_lost(
                 f"was sent version {version} ({target}) and serves version {version} ({actual})"
             )
-        self.heard, self._proved = time.time(), version
+        self.heard, self._proved_version = time.time(), version
         self.on_proof(self, publication)
 
     async def _collect(self, sampler: Sampler) -> None:
         wait_s, loop = min(COLLECT_S, self.silence_s / 3), asyncio.get_running_loop()
         while True:
-            oldest, start = self._proved, loop.time()
+            oldest, start = self._proved_version, loop.time()
             reply = await wait_bounded(sampler.collect(wait_s), self.silence_s, self._describe_work())
-            self._check(reply, oldest, min(loop.time() - start, wait_s))
-            self.heard, self.reply, old = time.time(), reply, self.reply
-            self.on_reply(self, reply, old)
-            self._mail.set()  # there may be room
+            self._check_reply(reply, oldest, min(loop.time() - start, wait_s))
+            self.heard, self.reply, last_reply = time.time(), reply, self.reply
+            self.on_reply(self, reply, last_reply)
+            self._has_work.set()  # there may be room
             await asyncio.sleep(min(HEAR_S, wait_s) - (loop.time() - start))
 
-    def _check(self, reply: PollResult, oldest: int, waited_s: float) -> None:
-        """Raises WorkerLost for versions or calls that were not sent, and where progress has ended."""
-        if not oldest <= reply.version <= self._sent:
-            raise sampler_lost(f"serves version {reply.version}; it was sent version {self._sent}")
+    def _check_reply(self, reply: PollResult, oldest: int, waited_s: float) -> None:
+        """Count idle time. Raises WorkerLost for versions or calls that were not sent, for an aborted call
+        that was not dropped, and after ``silence_s`` without progress."""
+        if not oldest <= reply.version <= self._last_sent:
+            raise make_sampler_lost(f"serves version {reply.version}; it was sent version {self._last_sent}")
         for id, completion in reply.done:
             if (call := self.calls.get(id)) is None:
-                raise sampler_lost(f"answered call {id}, which it does not have")
+                raise make_sampler_lost(f"answered call {id}, which it does not have")
             versions = completion.versions
-            if len(versions) and not call.oldest <= versions.min() <= versions.max() <= self._sent:
-                raise sampler_lost(
+            if len(versions) and not call.oldest <= versions.min() <= versions.max() <= self._last_sent:
+                raise make_sampler_lost(
                     f"answered prompt {call.request.uid} with tokens of version {versions.min()}, where "
-                    f"{call.oldest} to {self._sent} were served"
+                    f"{call.oldest} to {self._last_sent} were served"
                 )
             if completion.stop is Stop.ABORT and call.awaited:
-                raise sampler_lost(f"gave up prompt {call.request.uid}, which was not cancelled")
-        old, passes = self.reply, any(span.kind in (Kind.PREFILL, Kind.DECODE) for span in reply.spans)
-        is_stuck = old is not None and 0 <= reply.sampled == old.sampled and not (reply.done or passes)
-        self._stalled_s = self._stalled_s + waited_s if is_stuck and self.calls else 0.0
-        if self._stalled_s >= self.silence_s:
-            raise sampler_lost(f"no progress for {self.silence_s:g} s: {self._describe_work()}")
+                raise make_sampler_lost(f"gave up prompt {call.request.uid}, which was not cancelled")
+        old, has_run = self.reply, any(span.kind in (Kind.PREFILL, Kind.DECODE) for span in reply.spans)
+        is_stuck = old is not None and 0 <= reply.sampled == old.sampled and not (reply.done or has_run)
+        self._idle_s = self._idle_s + waited_s if is_stuck and self.calls else 0.0
+        if self._idle_s >= self.silence_s:
+            raise make_sampler_lost(f"no progress for {self.silence_s:g} s: {self._describe_work()}")
 
     def _describe_work(self) -> str:
         return f"sampling {len(self.calls)} calls" if self.calls else "waiting for calls"
@@ -274,7 +275,7 @@ class Worker:
     def as_job_worker(self) -> JobWorker:
         """Return the worker as placements see it."""
         calls = (*self.calls.values(), *self.dealt)
-        return JobWorker(id=self.id, slots=self.slots, jobs=tuple(call.job() for call in calls))
+        return JobWorker(id=self.id, slots=self.slots, jobs=tuple(call.make_job() for call in calls))
 
     def status(self) -> dict[str, Any]:
         """Return the worker's row of ``EnginePool.status``; times are Unix seconds."""
@@ -290,7 +291,7 @@ class Worker:
         }
 
 
-def adapters_only(adapters: Any, version: int) -> Publication:
+def publish_adapters(adapters: Any, version: int) -> Publication:
     """Pack the values of ``adapters`` (``model.lora.Adapters`` or None). Raises NotFinite naming a tensor."""
     packed = pack(adapters)
     size = 0 if packed is None else packed.num_bytes
@@ -328,7 +329,7 @@ class EnginePool:
         start_s: float = 300.0,
         max_restarts: int = 5,
         pause_s: float = 0.5,
-        publication: Callable[[Any, int], Publication] = adapters_only,
+        publication: Callable[[Any, int], Publication] = publish_adapters,
     ) -> None:
         if count < 1 or slots < 1:
             raise ValueError(f"a pool of {count} samplers with {slots} slots; both must be at least 1")
@@ -342,21 +343,22 @@ class EnginePool:
         self.counters: Counter[str] = Counter({"workers/restarts": 0, "workers/redispatched": 0})
         self.work: dict[str, float] = {}  # the samplers' own counters, summed over all samplers
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._reset()
+        self._reset_state()
 
-    def _reset(self) -> None:
+    def _reset_state(self) -> None:
         self._failure: Exception | None = None
         self._calls: set[Call] = set()  # that have not ended
         self._waiting: dict[int, Call] = {}  # those that no worker has
         self._homes: dict[tuple[int, ...], int] = {}
         self._ids, self._tasks, self._news = itertools.count(), list[asyncio.Task[None]](), asyncio.Event()
-        self._planned, self._plan_again = False, 0.0
-        callbacks = {"on_reply": self._take_in, "on_proof": self._on_proof}
+        self._is_planned, self._next_plan_at = False, 0.0
+        callbacks = {"on_reply": self._process_reply, "on_proof": self._process_proof}
         sizes = {"slots": self._slots, "silence_s": self._silence_s}
         self._workers = [Worker(id=id, **sizes, **callbacks) for id in range(self._count)]
 
-    def _begin(self) -> None:
-        """Start the workers in the caller's event loop. Raises RuntimeError where another loop has them."""
+    def _start_workers(self) -> None:
+        """Start the workers in the caller's event loop, unless they run in it; calls in a closed loop are
+        lost. Raises RuntimeError if another open loop has them, and the pool's failure."""
         loop = asyncio.get_running_loop()
         if self._loop is loop:
             if self._failure is not None:
@@ -365,14 +367,14 @@ class EnginePool:
         if self._loop is not None and not self._loop.is_closed():
             raise RuntimeError("the pool is at work in another event loop; make one pool for each loop")
         self._loop, self._published = loop, []
-        self._reset()
+        self._reset_state()
         self._tasks = [asyncio.create_task(self._supervise(worker)) for worker in self._workers]
         for task in self._tasks:
-            task.add_done_callback(self._on_end)
+            task.add_done_callback(self._on_task_end)
 
     def publish(self, adapters: Any, version: int) -> None:
-        """Send the policy to all workers, and return at once. New calls are sampled by it, running ones
-        continue under it. Raises the errors of packing (NotFinite), and then the old policy stays."""
+        """Send the policy, and answers to remember, to all workers; running calls continue under it. Raises
+        the errors of packing (NotFinite), and then the old policy stays."""
         start = time.time()
         self._current = self._new_publication(adapters, version)
         publication, self._answers = replace(self._current, answers=self._answers), ()
@@ -384,12 +386,13 @@ class EnginePool:
                 worker.post(publication)
 
     async def generate(self, requests: Sequence[Request]) -> AsyncIterator[tuple[int, Completion]]:
-        """Yield (index, completion) as requests end, on any sampler; see ``protocols.Engine``."""
+        """Yield (index, completion) as requests end; see ``protocols.Engine``. At the exit other calls are
+        dropped. Raises ValueError for a constraint, errors of ``_start_workers``, and the pool's failure."""
         if any(request.constraint is not None for request in requests):
             raise ValueError("a request has a constraint, which only the engine in its own process can apply")
-        self._begin()
+        self._start_workers()
         results: Results = asyncio.Queue()
-        calls = [self._add(index, request, results) for index, request in enumerate(requests)]
+        calls = [self._queue_call(index, request, results) for index, request in enumerate(requests)]
         self._plan_soon()
         try:
             for _ in calls:
@@ -410,8 +413,8 @@ class EnginePool:
         return self._current.version, self._current.fingerprint
 
     async def ready(self) -> None:
-        """Wait until every worker serves. Raises WorkerLost where any of them is lost too often."""
-        self._begin()
+        """Start the workers and wait until all serve. Raises WorkerLost, and the pool's failure."""
+        self._start_workers()
         while pending := [worker for worker in self._workers if worker.state is not State.SERVING]:
             if self._failure is not None:
                 raise self._failure
@@ -421,11 +424,11 @@ class EnginePool:
             await self._news.wait()  # every start is bounded, and so is their number
 
     async def close(self) -> None:
-        """End all samplers. Calls that still run end with an error."""
+        """End all samplers; the pool has then failed. Calls that still run end with an error."""
         self._fail(RuntimeError("the pool was closed"))
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for worker in self._workers:
-            worker.enter(State.LOST)
+            worker.set_state(State.LOST)
 
     def remember(self, uid: str, step: int, answers: Sequence[HistoryEntry]) -> None:
         """Add ``answers``, which samplers may draft from, to the next publication."""
@@ -437,7 +440,7 @@ class EnginePool:
         return spans
 
     def take_publications(self) -> list[Published]:
-        """Return, once each, the publications that all their workers have proved."""
+        """Return and remove the publications that each of their workers has proved, or was lost before."""
         publications = [publication for publication in self._published if not publication.missing]
         self._published = [publication for publication in self._published if publication.missing]
         return publications
@@ -451,7 +454,7 @@ class EnginePool:
         """Return a row for each worker; times are Unix seconds."""
         return [worker.status() for worker in self._workers]
 
-    def _add(self, index: int, request: Request, results: Results) -> Call:
+    def _queue_call(self, index: int, request: Request, results: Results) -> Call:
         id, expected = next(self._ids), self._expect(request)
         call = Call(id=id, index=index, request=request, results=results, expected=expected)
         call.home = self._homes.pop(request.seed, None)
@@ -469,38 +472,38 @@ class EnginePool:
 
     def _plan_soon(self) -> None:
         """Schedule one placement, after all ready callers have sent their requests, so that it sees groups
-        that arrive together. Planning for many workers is slow, and is limited to a tenth of the time."""
-        if not self._planned:
-            self._planned = True
+        that arrive together. Planning for many workers is slow, so it gets a tenth of the time at most."""
+        if not self._is_planned:
+            self._is_planned = True
             loop = asyncio.get_running_loop()
-            loop.call_later(max(0.0, self._plan_again - loop.time()), self._plan)
+            loop.call_later(max(0.0, self._next_plan_at - loop.time()), self._run_plan)
 
-    def _plan(self) -> None:
-        """Place the waiting calls; fail the pool instead of raising into the event loop, which only logs."""
-        self._planned = False
+    def _run_plan(self) -> None:
+        """Place the waiting calls and delay the next plan; fail the pool on an error, as a loop only logs."""
+        self._is_planned = False
         start = time.thread_time()  # of this thread: other load on the machine must not delay the next plan
         try:
             if self._failure is None:
-                self._place()
+                self._place_calls()
         except Exception as error:  # ``placement`` is passed in by the caller
             self._fail(error)
-        self._plan_again = asyncio.get_running_loop().time() + 9 * (time.thread_time() - start)
+        self._next_plan_at = asyncio.get_running_loop().time() + 9 * (time.thread_time() - start)
 
-    def _place(self) -> None:
+    def _place_calls(self) -> None:
         workers = self._find_serving()
         if not workers or not self._waiting:
             return
         job_workers = [worker.as_job_worker() for worker in workers.values()]
-        waiting = [call.job() for _, call in sorted(self._waiting.items())]
+        waiting = [call.make_job() for _, call in sorted(self._waiting.items())]
         starts = self._placement(waiting, job_workers)
         if not starts and not any(worker.jobs for worker in job_workers):
             starts = ((waiting[0].id, job_workers[0].id),)  # nothing runs: waiting would change nothing
         for id, worker in starts:
             workers[worker].deal(self._waiting.pop(id))
 
-    def _take_in(self, worker: Worker, reply: PollResult, before: PollResult | None) -> None:
+    def _process_reply(self, worker: Worker, reply: PollResult, last_reply: PollResult | None) -> None:
         self._spans += reply.spans
-        old_counters = before.counters if before is not None else {}
+        old_counters = last_reply.counters if last_reply is not None else {}
         for name, value in reply.counters.items():
             self.work[name] = self.work.get(name, 0) + value - old_counters.get(name, 0)
         for id, tokens in reply.progress:
@@ -508,7 +511,7 @@ class EnginePool:
                 worker.calls[id].generated = tokens
         for id, completion in reply.done:
             if (call := worker.calls.pop(id, None)) is None:
-                raise sampler_lost(f"answered call {id}, which it does not have")  # twice in one reply
+                raise make_sampler_lost(f"answered call {id}, which it does not have")  # twice in one reply
             if completion.stop is not Stop.ERROR:
                 worker.losses = 0
             if len(self._homes) >= HOMES:
@@ -519,39 +522,39 @@ class EnginePool:
                 call.results.put_nowait((call.index, completion))
         self._plan_soon()
 
-    def _on_proof(self, worker: Worker, publication: Publication) -> None:
+    def _process_proof(self, worker: Worker, publication: Publication) -> None:
         if worker.state is not State.SERVING:
             name, now = f"sampler-{worker.id}", time.time()
             self._spans.append(Span(worker=name, kind=Kind.START, start=worker.since, stop=now))
-            worker.enter(State.SERVING)
+            worker.set_state(State.SERVING)
             self._news.set()
         for entry in self._published:
             entry.settle(worker.id, publication.version, publication.size)
         self._plan_soon()
 
     async def _supervise(self, worker: Worker) -> None:
-        """Run samplers for ``worker``, one after another, until the pool fails or is closed."""
+        """Run samplers for ``worker`` until the pool fails, with pauses that double with each loss."""
         while self._failure is None:
             doublings = min(max(worker.losses - 1, 0), 10)
             await asyncio.sleep(min(self._pause_s * (2**doublings - 1), LONGEST_PAUSE_S))
-            worker.enter(State.STARTING)
+            worker.set_state(State.STARTING)
             sampler = None
             try:
                 sampler = await wait_bounded(self._spawn(worker.id), self._start_s, "starting")
                 await worker.serve(sampler, self._current, self._start_s)
-            except WorkerLost as lost:
-                self._lose(worker, lost)
+            except WorkerLost as error:
+                self._replace_sampler(worker, error)
             finally:
                 if sampler is not None:
                     with suppress(WorkerLost):
                         await wait_bounded(sampler.close(), CLOSE_S, "closing")
 
-    def _lose(self, worker: Worker, lost: WorkerLost) -> None:
-        """Queue the calls of a lost worker again; fail if the loss is final, or no worker can go on."""
-        if lost.final:
-            return self._fail(lost)
-        worker.cause, worker.losses = str(lost), worker.losses + 1
-        worker.enter(State.LOST)
+    def _replace_sampler(self, worker: Worker, error: WorkerLost) -> None:
+        """Queue the calls of a lost sampler again; fail the pool after too many losses, or a final one."""
+        if error.final:
+            return self._fail(error)
+        worker.cause, worker.losses = str(error), worker.losses + 1
+        worker.set_state(State.LOST)
         self.counters["workers/restarts"] += 1
         for publication in self._published:
             publication.settle(worker.id, math.inf)
@@ -563,7 +566,7 @@ class EnginePool:
         limit = self._max_restarts
         if calls := [call for call in sent_calls if call.awaited and call.losses > limit]:
             words = f"prompt {calls[0].request.uid} was on {calls[0].losses} samplers that were lost, at last"
-            self._fail(sampler_lost(f"{words}: {lost}", final=True))
+            self._fail(make_sampler_lost(f"{words}: {error}", final=True))
         elif all(other.losses > limit and other.state is not State.SERVING for other in self._workers):
             self._fail(self._make_exhausted_error(self._workers))
         self._news.set()
@@ -571,14 +574,14 @@ class EnginePool:
 
     def _make_exhausted_error(self, workers: Sequence[Worker]) -> WorkerLost:
         causes = "; ".join(f"sampler-{worker.id}: {worker.cause}" for worker in workers)
-        return sampler_lost(
+        return make_sampler_lost(
             f"{len(workers)} of {self._count} samplers were lost more than {self._max_restarts} times "
             f"in a row without an answer in between: {causes}",
             final=True,
         )
 
     def _fail(self, error: Exception) -> None:
-        """End all samplers because of ``error``; does nothing after the first call."""
+        """End all samplers and calls because of ``error``; does nothing after the first call."""
         if self._failure is not None:
             return
         self._failure = error
@@ -589,7 +592,7 @@ class EnginePool:
             if task is not asyncio.current_task():  # this task ends itself after closing its sampler
                 task.cancel()
 
-    def _on_end(self, task: asyncio.Task[None]) -> None:
-        """Fail the pool where supervision itself has raised: that is a bug, and every caller must get it."""
+    def _on_task_end(self, task: asyncio.Task[None]) -> None:
+        """Fail the pool if supervision itself raised: that is a bug, and every caller must get the error."""
         if not task.cancelled() and (error := task.exception()) is not None:
             self._fail(error if isinstance(error, Exception) else RuntimeError(repr(error)))

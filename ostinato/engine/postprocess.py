@@ -10,7 +10,7 @@ import numpy as np
 
 from ostinato.algo.noise import uniform
 from ostinato.algo.speculate import accepted_drafts
-from ostinato.engine.model_input import ModelInput, draft_counts
+from ostinato.engine.model_input import ModelInput, count_draft_tokens
 from ostinato.engine.sampler import Drawn
 from ostinato.engine.sequences import SequenceTable, Settings
 from ostinato.types import Drafts, Emitted, Stop, Support
@@ -29,17 +29,17 @@ class StepOutput:
     stops: dict[int, Stop]  # by index of the sequence
     top: tuple[np.ndarray, np.ndarray] | None = None  # the likeliest of every token: ids, logprobs [n, m]
 
-    def of(self, r: int, top: int, version: int) -> Emitted:
+    def select_sequence(self, r: int, top: int, version: int) -> Emitted:
         """Return the tokens of sequence r, sampled by ``version``, each with the ``top`` likeliest."""
-        first = int(self.counts[:r].sum())
-        span = slice(first, first + int(self.counts[r]))
-        best: tuple[tuple[np.ndarray, np.ndarray], ...] = ()
+        start = int(self.counts[:r].sum())
+        span = slice(start, start + int(self.counts[r]))
+        likeliest: tuple[tuple[np.ndarray, np.ndarray], ...] = ()
         if self.top is not None and top:
-            best = tuple(
+            likeliest = tuple(
                 (ids[:top], logprobs[:top])
                 for ids, logprobs in zip(*(t[span] for t in self.top), strict=True)
             )
-        return Emitted(tokens=self.tokens[span], logprobs=self.logprobs[span], top=best, version=version)
+        return Emitted(tokens=self.tokens[span], logprobs=self.logprobs[span], top=likeliest, version=version)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,9 +54,11 @@ class SamplingRows:
     top: int  # so many of the likeliest tokens are reported
 
 
-def sampling_rows(table: SequenceTable, plan: ModelInput, drafts: Drafts, ready: np.ndarray) -> SamplingRows:
+def find_sampling_rows(
+    table: SequenceTable, plan: ModelInput, drafts: Drafts, ready: np.ndarray
+) -> SamplingRows:
     """Return, for every ready sequence, the row of its last token and the rows of its draft, in order."""
-    lengths = draft_counts(drafts, len(plan.slots))[ready] + 1
+    lengths = count_draft_tokens(drafts, len(plan.slots))[ready] + 1
     heads = plan.firsts[ready] + plan.counts[ready] - lengths  # the row of the last token
     starts = np.cumsum(lengths) - lengths
     owner = np.repeat(np.arange(len(ready)), lengths)
@@ -77,8 +79,9 @@ def sampling_rows(table: SequenceTable, plan: ModelInput, drafts: Drafts, ready:
 
 
 def _find_banned(table: SequenceTable, slot: int, position: int) -> list[int] | np.ndarray:
-    """Return ids or a mask [V] of tokens banned at ``position``: early stop tokens, and by the constraint."""
-    request, prompt = table.at(slot).request, int(table.prompt[slot])
+    """Return ids or a mask [V] of tokens that are banned at ``position``: stop tokens within the first
+    ``min_tokens`` of the answer, and tokens that the constraint bans."""
+    request, prompt = table.get_sequence(slot).request, int(table.prompt[slot])
     early = list(request.sampling.stop_tokens) if position < prompt + request.sampling.min_tokens else []
     if request.constraint is None:
         return early
@@ -96,21 +99,22 @@ def postprocess(
     versions: np.ndarray,
     decode: Decode,
 ) -> StepOutput:
-    """Verify the drafts of the ``ready`` sequences of the pass, and append their new tokens.
+    """Verify the drafts of the ``ready`` sequences of a pass, and append their new tokens, up to a stop or
+    the limit, with their counts to the table.
 
-    ``versions`` [R] of the policies that they ran under. ``drawn`` has one token for the last token and for
-    each draft token of every ready sequence, in order.
+    ``versions`` [R] are those of the policies that the sequences ran under. ``drawn`` has one token for the
+    last token and for each draft token of every ready sequence, in order.
     """
     slots = plan.slots[ready]
     if len(drafts.tokens):
-        nodes = drafts.counts[ready].astype(np.int64)
-        accepted = accepted_drafts(nodes, drafts.tokens, drawn.tokens)
-        rows = np.flatnonzero(_mask_leading(nodes + 1, accepted + 1))
+        num_drafted = drafts.counts[ready].astype(np.int64)
+        accepted = accepted_drafts(num_drafted, drafts.tokens, drawn.tokens)
+        rows = np.flatnonzero(_mask_leading(num_drafted + 1, accepted + 1))
     else:
-        nodes = accepted = np.zeros(len(ready), np.int64)
+        num_drafted = accepted = np.zeros(len(ready), np.int64)
         rows = np.arange(len(ready))
     num_new = accepted + 1
-    counts, stops = _count_kept(table, slots, num_new, drawn.tokens[rows], decode)
+    counts, stops = _count_kept_tokens(table, slots, num_new, drawn.tokens[rows], decode)
     if stops:
         rows = rows[_mask_leading(num_new, counts)]
         accepted = np.minimum(accepted, counts)
@@ -127,7 +131,7 @@ def postprocess(
     table.length[slots] += counts
     table.computed[slots] = table.length[slots] - 1  # all but the newest token have been an input
     table.passes[slots] += 1
-    table.drafted[slots] += nodes
+    table.drafted[slots] += num_drafted
     table.accepted[slots] += accepted
     top = None if drawn.top is None else (drawn.top[0][rows], drawn.top[1][rows])
     return StepOutput(counts, accepted, tokens, logprobs, stops, top)
@@ -139,7 +143,9 @@ def _store_support(table: SequenceTable, token_slots: np.ndarray, rows: np.ndarr
     is_filtered = table.filtered[token_slots]
     spans = (token_slots[is_filtered], (ends - support.counts[rows])[is_filtered], ends[is_filtered])
     for slot, start, end in zip(*(span.tolist() for span in spans), strict=True):
-        table.at(slot).supports.append(support.ids[start:end].copy())  # a view would keep all ids in memory
+        table.get_sequence(slot).supports.append(
+            support.ids[start:end].copy()
+        )  # a view would keep all ids in memory
 
 
 def _mask_leading(counts: np.ndarray, limits: np.ndarray) -> np.ndarray:
@@ -148,7 +154,7 @@ def _mask_leading(counts: np.ndarray, limits: np.ndarray) -> np.ndarray:
     return offset < np.repeat(limits, counts)
 
 
-def _count_kept(
+def _count_kept_tokens(
     table: SequenceTable, slots: np.ndarray, counts: np.ndarray, tokens: np.ndarray, decode: Decode
 ) -> tuple[np.ndarray, dict[int, Stop]]:
     """Return (counts [R] of the new tokens that each sequence keeps, reasons of those that stop by index)."""
@@ -166,17 +172,18 @@ def _count_kept(
     firsts, counts = np.cumsum(counts) - counts, counts.copy()
     for r in np.flatnonzero(needs_scan).tolist():
         new_tokens = tokens[firsts[r] : firsts[r] + min(int(counts[r]), int(room[r]))]
-        counts[r], stop = _scan_tokens(table, int(slots[r]), new_tokens, decode)
+        counts[r], stop = _find_stop(table, int(slots[r]), new_tokens, decode)
         if stop is not None:
             stops[r] = stop
     return counts, stops
 
 
-def _scan_tokens(
+def _find_stop(
     table: SequenceTable, slot: int, tokens: np.ndarray, decode: Decode
 ) -> tuple[int, Stop | None]:
-    """Return (number of tokens kept, reason to stop) of a sequence, token by token as in plain decoding."""
-    sequence = table.at(slot)
+    """Return (number of the new tokens that a sequence keeps, reason to stop or None), as plain decoding
+    would have ended. A token without finite logits is not kept."""
+    sequence = table.get_sequence(slot)
     sampling, length, prompt = sequence.request.sampling, int(table.length[slot]), int(table.prompt[slot])
     for n, token in enumerate(tokens.tolist(), start=1):
         if token < 0:
@@ -186,14 +193,15 @@ def _scan_tokens(
         if sampling.stop_strings:
             assert decode is not None, "a request with stop strings was let in without a tokenizer"
             answer = np.concatenate([table.text[slot, prompt:length], tokens[:n]])
-            if text_before(decode, answer, sampling.stop_strings) is not None:
+            if cut_at_string(decode, answer, sampling.stop_strings) is not None:
                 return n, Stop.STRING
     return len(tokens), Stop.LENGTH if length + len(tokens) >= table.limit[slot] else None
 
 
-def text_before(decode: Callable[[Seq[int]], str], answer: np.ndarray, strings: Seq[str]) -> str | None:
-    """Return the text of ``answer`` before the first of the stop strings, or None when there is none."""
-    # a token adds at least one byte, so a new match lies within the last tokens
+def cut_at_string(decode: Callable[[Seq[int]], str], answer: np.ndarray, strings: Seq[str]) -> str | None:
+    """Return the text of ``answer`` before the first of the stop strings, or None if it has none."""
+    # a token adds at least one byte, so a new match lies within the last tokens; 4 more, since the first of
+    # them may begin within a character
     recent = max(len(string.encode()) for string in strings) + 4
     tail = decode(answer[-recent:].tolist())
     if not any(string in tail for string in strings):

@@ -76,40 +76,41 @@ class Choice:
     reason: str
 
 
-def choose(config: ModelConfig, *, device: str, native: bool, fp32_head: bool) -> Choice:
+def choose_dtype(config: ModelConfig, *, device: str, native: bool, fp32_head: bool) -> Choice:
     """Return the dtype in which an RL step of the model is fastest. ``device``: "cpu" or "cuda"; ``native``:
-    with the native kernels, where they can be had."""
+    with the native kernels if they can be built. On a CPU the products are measured, unless cached figures
+    are valid."""
     if device.startswith("cuda"):
         if torch.cuda.is_bf16_supported(including_emulation=False):
             return Choice(dtype="bfloat16", reason="the GPU has bf16 products")
         return Choice(dtype="float32", reason="the GPU has no bf16 products")
-    seconds = seconds_by_dtype(config, native=native, fp32_head=fp32_head)
-    wide, narrow = seconds["float32"], seconds["bfloat16"]
-    dtype = "bfloat16" if wide.both >= GAIN * narrow.both else "float32"
+    seconds = find_seconds(config, native=native, fp32_head=fp32_head)
+    fp32_seconds, bf16_seconds = seconds["float32"], seconds["bfloat16"]
+    dtype = "bfloat16" if fp32_seconds.both >= GAIN * bf16_seconds.both else "float32"
     return Choice(dtype=dtype, reason=_explain_choice(seconds, dtype))
 
 
-def warning(config: ModelConfig, dtype: str, *, native: bool, fp32_head: bool) -> str:
+def explain_slow_dtype(config: ModelConfig, dtype: str, *, native: bool, fp32_head: bool) -> str:
     """Return why ``dtype`` is wrong on this processor; "" unless it is much slower than the other dtype."""
-    seconds = seconds_by_dtype(config, native=native, fp32_head=fp32_head)
-    other = next(name for name in DTYPES if name != dtype)
-    if seconds[dtype].both < MUCH_SLOWER * seconds[other].both:
+    seconds = find_seconds(config, native=native, fp32_head=fp32_head)
+    other_dtype = next(name for name in DTYPES if name != dtype)
+    if seconds[dtype].both < MUCH_SLOWER * seconds[other_dtype].both:
         return ""
-    return _explain_choice(seconds, other)
+    return _explain_choice(seconds, other_dtype)
 
 
 def _explain_choice(seconds: Mapping[str, Seconds], baseline: str) -> str:
     """Compare the other dtype with ``baseline`` in words, and say whether the processor multiplies bf16."""
-    other = next(name for name in DTYPES if name != baseline)
+    other_dtype = next(name for name in DTYPES if name != baseline)
     instructions = isa.instruction_set()
     multiplies_bf16 = "bf16" in instructions or instructions == "AMX"
     ratios = {
-        "training": seconds[other].trained / seconds[baseline].trained,
-        "sampling": seconds[other].sampled / seconds[baseline].sampled,
+        "training": seconds[other_dtype].trained / seconds[baseline].trained,
+        "sampling": seconds[other_dtype].sampled / seconds[baseline].sampled,
     }
     parts = [f"{_format_ratio(ratio)} in {phase}" for phase, ratio in ratios.items()]
     return (
-        f"{instructions} has {'' if multiplies_bf16 else 'no '}bf16 products; {other} would be "
+        f"{instructions} has {'' if multiplies_bf16 else 'no '}bf16 products; {other_dtype} would be "
         f"{' and '.join(parts)}"
     )
 
@@ -119,7 +120,7 @@ def _format_ratio(ratio: float) -> str:
     return f"{ratio:.1f}x slower" if ratio >= 1 else f"{1 / ratio:.1f}x faster"
 
 
-def seconds_by_dtype(
+def find_seconds(
     config: ModelConfig,
     *,
     native: bool,
@@ -127,9 +128,9 @@ def seconds_by_dtype(
     budget_s: float = BUDGET_S,
     busy: bool | None = None,
 ) -> dict[str, Seconds]:
-    """Return the cached figures of this machine for these shapes; without any, measure and cache them.
-    Figures of a ``busy`` machine (None: find out whether it is) are valid only while it is busy."""
-    model_products = products(config)
+    """Return the cached figures of this machine for these shapes; without valid ones measure, and write the
+    cache. Figures of a ``busy`` machine (None: find out whether it is) are valid only while it is busy."""
+    model_products = list_products(config)
     inference, training, build = _load_ops(native)
     file = cache_file(model_products, build, fp32_head=fp32_head)
     cache = read_cached(file, parse_cache)
@@ -145,9 +146,9 @@ def seconds_by_dtype(
     return seconds
 
 
-def cache_file(needed: list[Product], built: str, *, fp32_head: bool) -> Path:
-    """Return a path in the user's cache, by a hash of all that figures depend on; ``built``: the kernels."""
-    facts = (threads.fingerprint(), torch.get_num_threads(), torch.__version__, built, isa.instruction_set())
+def cache_file(needed: list[Product], build: str, *, fp32_head: bool) -> Path:
+    """Return a path in the user's cache, by a hash of all that figures depend on; ``build``: the kernels."""
+    facts = (threads.fingerprint(), torch.get_num_threads(), torch.__version__, build, isa.instruction_set())
     digest = hashlib.sha256(repr((*facts, needed, fp32_head)).encode()).hexdigest()[:16]
     return cache_folder() / f"products-{digest}.json"
 
@@ -185,13 +186,15 @@ def parse_cache(read: Any) -> CachedFigures:
 
 
 def _check_positive(value: Any) -> float:
+    """Return a positive finite float. Raises ValueError for anything else."""
     if type(value) is not float or not 0 < value < math.inf:
         raise ValueError(f"{value!r} seconds")
     return value
 
 
-def products(config: ModelConfig) -> list[Product]:
-    """Return the distinct products of a token with frozen weights; the router's, always fp32, is left out."""
+def list_products(config: ModelConfig) -> list[Product]:
+    """Return the distinct products of a token with frozen weights. The router's is left out, since it is
+    always fp32."""
     matrices: Counter[tuple[int, int]] = Counter()
     mixtures: Counter[tuple[int, ...]] = Counter()
     for layer in range(config.num_layers):
@@ -227,23 +230,25 @@ def measure(
 
 
 def _time_calls(calls: Mapping[str, Callable[[], Any]], budget_s: float) -> dict[str, float]:
-    """Return the least seconds of each call; they take turns until the budget is spent."""
-    best, rounds, begin = dict.fromkeys(calls, math.inf), 0, time.perf_counter()
-    while not rounds or time.perf_counter() - begin < budget_s * (PATIENCE if rounds < ROUNDS else 1):
+    """Return the least seconds of each call. The calls take turns until the budget is spent; up to PATIENCE
+    times the budget may be spent on the first ROUNDS turns, and one is always taken."""
+    least_seconds, rounds, begin_time = dict.fromkeys(calls, math.inf), 0, time.perf_counter()
+    while not rounds or time.perf_counter() - begin_time < budget_s * (PATIENCE if rounds < ROUNDS else 1):
         for name, call in calls.items():
             start = time.perf_counter()
             call()
-            best[name] = min(best[name], time.perf_counter() - start)
+            least_seconds[name] = min(least_seconds[name], time.perf_counter() - start)
         rounds += 1
-    return best
+    return least_seconds
 
 
-Timed = tuple[Callable[[], Any], float]  # a call, and the factor from its seconds to those of a token
+TimedCall = tuple[Callable[[], Any], float]  # a call, and the factor from its seconds to those of a token
 
 
 def _make_calls(
     product: Product, dtype: str, inference: Ops, training: Ops, fp32_head: bool
-) -> dict[str, Timed]:
+) -> dict[str, TimedCall]:
+    """Make the calls of a product by phase, on small matrices whose seconds are scaled to the product."""
     torch_dtype: torch.dtype = getattr(torch, dtype)
     if product.top_k:
         return {
@@ -272,9 +277,11 @@ def _make_calls(
     return {"sampled": (run_sampled, factor / SAMPLED_ROWS), "trained": (run_trained, factor / TRAINED_ROWS)}
 
 
-def _make_expert_call(product: Product, kind: torch.dtype, ops: Ops, rows: int, *, backward: bool) -> Timed:
-    """Make the call of experts, with rows dealt to them in turn. Of many or wide experts some are measured,
-    with as many rows each."""
+def _make_expert_call(
+    product: Product, kind: torch.dtype, ops: Ops, rows: int, *, backward: bool
+) -> TimedCall:
+    """Make the call of experts, with rows dealt to them in turn. Only some of many experts are measured, and
+    only a part of wide ones, with as many rows each."""
     count, width, hidden = product.shape
     measured_width = max(16, min(width, MOST_EXPERT_ELEMENTS // (3 * hidden * product.top_k)) // 16 * 16)
     num_measured = max(product.top_k, min(count, MOST_EXPERT_ELEMENTS // (3 * hidden * measured_width)))
@@ -302,19 +309,27 @@ def _make_filled(shape: tuple[int, ...], kind: torch.dtype) -> Tensor:
     return torch.full(shape, 0.01, dtype=kind)
 
 
-def by_threads(work: threads.Products, counts: Sequence[int]) -> list[float]:
+def measure_by_threads(work: threads.Products, counts: Sequence[int]) -> list[float]:
     """Measure microseconds of all products of a token, sampled and trained, with each number of threads, in
-    the dtype of the run or the faster one. Raises ValueError for a model that cannot be read."""
+    the dtype of the run or the faster one. The last number of threads stays set. Raises ValueError for a
+    model that cannot be read."""
     inference, training, _ = _load_ops(work.native)
-    model_products = products(read_config(model_folder(work.model)))
+    model_products = list_products(read_config(model_folder(work.model)))
     times = []
     for count in counts:
         torch.set_num_threads(count)
         seconds = measure(model_products, inference, training, fp32_head=False, budget_s=BUDGET_S)
-        times.append(1e6 * min(s.both for name, s in seconds.items() if work.dtype in ("auto", name)))
+        times.append(
+            1e6
+            * min(
+                product_seconds.both
+                for name, product_seconds in seconds.items()
+                if work.dtype in ("auto", name)
+            )
+        )
     return times
 
 
 if __name__ == "__main__":  # argv: JSON of [threads.Products, counts]; prints JSON
     work, numbers = json.loads(sys.argv[1])
-    print(json.dumps(by_threads(threads.Products(**work), numbers)))
+    print(json.dumps(measure_by_threads(threads.Products(**work), numbers)))

@@ -35,8 +35,9 @@ LENGTHS = (600, 17, 40)  # positions of three sequences: more than a split of at
 
 
 def prove_kernels(decoder: Decoder, kernels: CudaKernels) -> tuple[CudaKernels | None, str]:
-    """Return the part of ``kernels`` that gives the numbers of torch on the decoder's device (None: no part),
-    and a sentence that names what does not, "" where all do."""
+    """Compare ``kernels`` with torch on the decoder's device. Returns (the part of them that gives torch's
+    numbers, or None; a sentence that names the first fault, "" without one). A fault of a kernel excludes
+    all of them, a fault of a graph or of mixed policies only that ability."""
     sentence = ""
     with torch.inference_mode():
         for name, ours, twin in _make_cases(decoder, kernels):
@@ -85,7 +86,7 @@ def _make_cases(decoder: Decoder, kernels: CudaKernels) -> Iterator[Case]:
         yield "linear", lambda: ops.linear(x, narrow_weight), lambda: TORCH_OPS.linear(x, narrow_weight)
         yield (
             "linear of rows alone",
-            lambda: _compare_alone(ops, x, narrow_weight),
+            lambda: _compare_single_rows(ops, x, narrow_weight),
             lambda: torch.ones(1, device=x.device),
         )
     yield from _make_attention_cases(decoder)
@@ -111,7 +112,8 @@ def _make_cases(decoder: Decoder, kernels: CudaKernels) -> Iterator[Case]:
 
 
 def _make_mixed_cases(decoder: Decoder, kernels: CudaKernels) -> Iterator[Case]:
-    """Yield cases with rows of two policies: first those of the second policy, then those of the first."""
+    """Yield cases with rows of two policies: the first two rows are of the second policy, the others of the
+    first. Experts are a case only in a mixture."""
     config, device = decoder.local, decoder.device
     owners = np.repeat(np.array([1, 0], np.int32), (2, ROWS - 2))
     x, y = (
@@ -161,8 +163,8 @@ def _draw_expert_factors(decoder: Decoder, block: Moe, *, seed: int = 0) -> Expe
 def _make_attention_cases(decoder: Decoder) -> Iterator[Case]:
     config, device, scale = decoder.local, decoder.device, decoder.config.head_dim**-0.5
     kv_heads, key_dim, _ = decoder.kv_shape
-    places = _make_places(LENGTHS, (1, 3, 1))
-    rows, count = places.on(device), sum(-(-length // BLOCK) for length in LENGTHS)
+    places = _lay_out_rows(LENGTHS, (1, 3, 1))
+    rows, count = places.move_to(device), sum(-(-length // BLOCK) for length in LENGTHS)
     store = KVStore.allocate(1, count, decoder.kv_shape, decoder.dtype, device, by_position=True)
     keys, values = store.key_layers[0], store.value_layers[0]
     keys.copy_(draw_values(decoder, *keys.shape))
@@ -206,18 +208,18 @@ def _make_attention_cases(decoder: Decoder) -> Iterator[Case]:
     yield "project", run_project, run_project_twin
 
 
-def _compare_alone(ops: Ops, x: Tensor, weight: Tensor) -> Tensor:
+def _compare_single_rows(ops: Ops, x: Tensor, weight: Tensor) -> Tensor:
     """Return 1 where the product of every row alone equals, bit by bit, that among other rows, else 2."""
     row_products = torch.cat([ops.linear(row, weight) for row in x.split(1)])
     return torch.tensor([1.0 if torch.equal(ops.linear(x, weight), row_products) else 2.0], device=x.device)
 
 
-def _make_places(lengths: tuple[int, ...], counts: tuple[int, ...]) -> Places:
+def _lay_out_rows(lengths: tuple[int, ...], counts: tuple[int, ...]) -> Places:
     """Return places of the last rows of sequences of these lengths, whose blocks follow each other."""
     blocks = [-(-length // BLOCK) for length in lengths]
     tables = np.zeros((len(lengths), max(blocks)), np.int32)
-    for sequence, (first, count) in enumerate(zip(np.cumsum([0, *blocks]), blocks, strict=False)):
-        tables[sequence, :count] = np.arange(first, first + count)
+    for sequence, (first_block, count) in enumerate(zip(np.cumsum([0, *blocks]), blocks, strict=False)):
+        tables[sequence, :count] = np.arange(first_block, first_block + count)
     owners = np.repeat(np.arange(len(lengths), dtype=np.int32), counts)
     seen = np.concatenate([np.arange(n - k, n) + 1 for n, k in zip(lengths, counts, strict=True)])
     slots = tables[owners, (seen - 1) // BLOCK].astype(np.int64) * BLOCK + (seen - 1) % BLOCK
@@ -225,8 +227,8 @@ def _make_places(lengths: tuple[int, ...], counts: tuple[int, ...]) -> Places:
 
 
 def _compare_draws(decoder: Decoder, kernels: CudaKernels) -> Tensor:
-    """Return 1 where tokens and log-probabilities agree with each filter, else 2. Another token counts as
-    equal where the uniform lies on an edge, which rounding moves."""
+    """Return 1 if tokens and log-probabilities agree with each filter, else 2. Another token counts as equal
+    if the uniform lies on an edge, which rounding moves."""
     samplings = [Sampling(), Sampling(temperature=0.7, top_k=50), Sampling(top_p=0.9), Sampling(min_p=0.02)]
     settings, u = Settings.of(samplings), np.array([0.1, 0.4, 0.6, 0.9])
     logits = 3 * draw_values(decoder, len(samplings), decoder.config.vocab_size).float()
@@ -243,7 +245,7 @@ def _run_passes(decoder: Decoder, kernels: CudaKernels) -> Tensor:
     store = KVStore.allocate(layers, 4, shape, decoder.dtype, decoder.device, by_position=True)
     runner, hidden = Runner(decoder, kernels, store), []
     for lengths in ((3, 1), (2, 2)):
-        places = _make_places(lengths, lengths)
+        places = _lay_out_rows(lengths, lengths)
         tokens = np.arange(4) + lengths[0]
         hidden.append(runner.forward(tokens, places.seen.astype(np.int64) - 1, places)[0])
     return torch.cat(hidden)

@@ -11,7 +11,7 @@ import numpy as np
 
 from ostinato.algo.noise import key
 from ostinato.engine.cache import BLOCK
-from ostinato.engine.postprocess import text_before
+from ostinato.engine.postprocess import cut_at_string
 from ostinato.engine.sequences import Sequence
 from ostinato.types import NO_EXPERT, Completion, Emitted, Request, Stop, Support
 
@@ -37,8 +37,8 @@ def new_sequence(
     results: Results,
     on_tokens: Callable[[int, Emitted], None] | None = None,
 ) -> Sequence:
-    """Make a waiting sequence from a request. Raises ValueError where it can never fit."""
-    check(request, limits)
+    """Make a waiting sequence from a request. Raises ValueError as ``check_request`` does."""
+    check_request(request, limits)
     return Sequence(
         index=index,
         request=request,
@@ -51,7 +51,7 @@ def new_sequence(
     )
 
 
-async def next_of(results: Results) -> tuple[int, Completion]:
+async def await_result(results: Results) -> tuple[int, Completion]:
     """Wait for the next result. Raises an error that the engine has put in its place."""
     result = await results.get()
     if isinstance(result, BaseException):
@@ -59,8 +59,10 @@ async def next_of(results: Results) -> tuple[int, Completion]:
     return result
 
 
-def check(request: Request, limits: Limits) -> None:
-    """Raises ValueError for a request that can never be answered."""
+def check_request(request: Request, limits: Limits) -> None:
+    """Raises ValueError for a request that can never be answered: an unknown policy, a prompt that is empty,
+    too long or has tokens outside of the vocabulary, ``routes_from`` outside of the prompt, more tokens than
+    the KV cache holds, or stop strings without a tokenizer."""
     sampling, length = request.sampling, len(request.tokens)
     if request.policy not in limits.policies:
         names = ", ".join(repr(name) for name in sorted(limits.policies))
@@ -96,20 +98,21 @@ def new_completion(
 ) -> Completion:
     """Make the completion of a sequence that has left its slot, or never had one.
 
-    text [L]: prompt and answer; routes [n, layers, K]: from ``routes_from`` on, as far as they are known.
+    text [L]: prompt and answer; routes [n, layers, K]: from ``routes_from`` on, as far as they are known;
+    the unknown rows after them are filled with NO_EXPERT.
     """
     tokens, prompt = text[sequence.prompt_len :], sequence.prompt_len - sequence.request.routes_from
     if routes is not None:
         padding = np.full((max(prompt + len(tokens) - len(routes), 0), *routes.shape[1:]), NO_EXPERT)
         routes = np.concatenate([routes, padding.astype(routes.dtype)])
-    logprobs, edges, versions = sequence.sampled or _NO_SAMPLES
+    logprobs, edges, versions = sequence.sampled or _EMPTY_SAMPLES
     return Completion(
         tokens=tokens,
         logprobs=logprobs,
         edges=edges,
         versions=versions,
         stop=stop,
-        text=text_of(tokens, sequence.request.sampling.stop_strings, stop, decode),
+        text=decode_answer(tokens, sequence.request.sampling.stop_strings, stop, decode),
         support=Support.of(sequence.supports) if sequence.supports else None,
         experts=None if routes is None else routes[prompt:],
         prompt_experts=None if routes is None else routes[:prompt],
@@ -122,12 +125,13 @@ def new_completion(
     )
 
 
-def text_of(tokens: np.ndarray, strings: Seq[str], stop: Stop, decode: Decode | None) -> str:
-    """Return the text of ``tokens`` up to a stop string, without a stop token; empty without ``decode``."""
+def decode_answer(tokens: np.ndarray, strings: Seq[str], stop: Stop, decode: Decode | None) -> str:
+    """Return the text of ``tokens``, without a stop token at the end, and up to a stop string if that ended
+    it; "" without ``decode``."""
     if decode is None:
         return ""
-    cut = text_before(decode, tokens, strings) if stop is Stop.STRING else None
+    cut = cut_at_string(decode, tokens, strings) if stop is Stop.STRING else None
     return cut if cut is not None else decode((tokens[:-1] if stop is Stop.EOS else tokens).tolist())
 
 
-_NO_SAMPLES = (np.zeros(0, np.float32), np.zeros(0, np.float32), np.zeros(0, np.int32))
+_EMPTY_SAMPLES = (np.zeros(0, np.float32), np.zeros(0, np.float32), np.zeros(0, np.int32))

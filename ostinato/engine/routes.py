@@ -28,16 +28,21 @@ class RouteStore:
         self._slots[slots] = routes
 
     def copy_blocks(self, sources: list[int], targets: list[int]) -> None:
+        """Copy the routes of whole blocks."""
         self._blocks[targets] = self._blocks[sources]
 
-    def of(self, sequence: Sequence, ran: int, length: int = 0) -> np.ndarray:
-        """Return routes [n, layers, K] from ``routes_from`` on: of the ``ran`` tokens that have run, then
-        NO_EXPERT up to ``length``. Rows that the sequence had when it was preempted are returned as they
-        were then."""
-        start = sequence.request.routes_from
-        first, ran = start // BLOCK, max(start, ran)
-        blocks = self._blocks[sequence.blocks[first : -(-ran // BLOCK)]]
-        routes = np.full((max(length, ran) - start, *self._slots.shape[1:]), NO_EXPERT, self._slots.dtype)
-        routes[: ran - start] = blocks.reshape(-1, *routes.shape[1:])[start - first * BLOCK :][: ran - start]
+    def read_routes(self, sequence: Sequence, ran: int, length: int = 0) -> np.ndarray:
+        """Return routes [n, layers, K] from ``routes_from`` on, up to ``length`` or, if that is less, to the
+        ``ran`` tokens that have run; tokens that have not run have NO_EXPERT. Rows that a preempted sequence
+        had are returned as they were then."""
+        routes_from = sequence.request.routes_from
+        first_block, ran = routes_from // BLOCK, max(routes_from, ran)
+        blocks = self._blocks[sequence.blocks[first_block : -(-ran // BLOCK)]]
+        routes = np.full(
+            (max(length, ran) - routes_from, *self._slots.shape[1:]), NO_EXPERT, self._slots.dtype
+        )
+        routes[: ran - routes_from] = blocks.reshape(-1, *routes.shape[1:])[
+            routes_from - first_block * BLOCK :
+        ][: ran - routes_from]
         old_routes = sequence.routes
         return routes if old_routes is None else np.concatenate([old_routes, routes[len(old_routes) :]])

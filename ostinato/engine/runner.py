@@ -21,10 +21,10 @@ from ostinato.engine.paged import (
     Rows,
     TorchPaged,
     TritonPaged,
-    on_device,
+    move_to_device,
 )
-from ostinato.engine.pass_graphs import MOST_ROWS, SEVERAL, PassGraphs, Stack, can_mix, overwrite
-from ostinato.engine.sampler import Drawn, likeliest, sample
+from ostinato.engine.pass_graphs import MOST_ROWS, SEVERAL, PassGraphs, Stack, can_mix, overwrite_factors
+from ostinato.engine.sampler import Drawn, find_likeliest, sample
 from ostinato.engine.sequences import Settings
 from ostinato.model.attention import Attend
 from ostinato.model.decoder import Decoder
@@ -56,9 +56,10 @@ class Runner:
     def __init__(
         self, decoder: Decoder, kernels: Kernels | CudaKernels | None, store: KVStore, *, fused: bool = True
     ) -> None:
-        """``fused``: all layers in one call, where the kernels know the model; otherwise op by op."""
+        """``fused``: run all layers in one call if the kernels support the model; otherwise op by op. The
+        base is served first."""
         self.decoder, self.store = decoder, store
-        self._want_fused = fused and isinstance(kernels, Kernels)
+        self._wants_fused = fused and isinstance(kernels, Kernels)
         self._kernels = kernels
         self._ops = kernels.ops if kernels else TORCH_OPS
         self._graphs: PassGraphs | None = None
@@ -71,42 +72,47 @@ class Runner:
         self.serve(None)
 
     def serve(self, adapters: Adapters | None, policy: int = 0) -> None:
-        """Run ``policy`` with a copy of ``adapters`` (None: the base). Raises NotFinite, changing nothing."""
+        """Run ``policy`` with a copy of ``adapters`` (None: the base) from now on; captured graphs of it
+        that read other memory are dropped. Raises NotFinite, changing nothing."""
         if adapters is not None:
             check_finite(adapters)
         with torch.inference_mode():
-            served = None if adapters is None else adapters.detach_copy()
-            prepared = None if served is None else served.prepare(self.decoder.dtype)
+            copied_adapters = None if adapters is None else adapters.detach_copy()
+            prepared = None if copied_adapters is None else copied_adapters.prepare(self.decoder.dtype)
             if self._graphs is not None and policy in self._policies:
-                old = self._policies[policy].prepared
-                if overwrite(old, prepared):
-                    prepared = old
+                old_prepared = self._policies[policy].prepared
+                if overwrite_factors(old_prepared, prepared):
+                    prepared = old_prepared
                 else:
                     self._graphs.forget(policy)
-        self._policies[policy] = ServedPolicy(served, prepared)
+        self._policies[policy] = ServedPolicy(copied_adapters, prepared)
         self._build_fused()
 
     def model_of(self, policy: int) -> tuple[Decoder, Adapters | None, Ops]:
         return self.decoder, self._policies[policy].adapters, self._ops
 
     def retire(self, policy: int) -> None:
-        """Forget a policy that no request runs under any more."""
+        """Forget a policy that no request runs under any more, with its graphs."""
         del self._policies[policy]
         if self._graphs is not None:
             self._graphs.forget(policy)
         self._build_fused()
 
     def _build_fused(self) -> None:
-        """Build the fused step: all layers of all policies in one call, where the kernels know the model."""
+        """Build the fused step, which runs all layers of all policies in one call, and the place of each
+        policy in it; without support by the kernels there is none."""
         self._fused: FusedStep | None = None
-        self._places = {number: place for place, number in enumerate(self._policies)}  # in the fused step
-        if isinstance(self._kernels, Kernels) and self._want_fused:
+        self._fused_places = {
+            number: place for place, number in enumerate(self._policies)
+        }  # in the fused step
+        if isinstance(self._kernels, Kernels) and self._wants_fused:
             with torch.inference_mode():
                 prepared = [served.prepared for served in self._policies.values()]
                 self._fused = self._kernels.fused(self.decoder, prepared)
 
     def load(self, path: Path) -> None:
-        """Copy all weights in ``path`` (``wire.pack_weights``) into the decoder, and run with them."""
+        """Copy all weights in ``path`` (``wire.pack_weights``) into the decoder, and serve them without
+        adapters."""
         load_weights(self.decoder, path)
         self._has_loaded = True
         self.serve(None)
@@ -114,11 +120,13 @@ class Runner:
     @property
     def fingerprint(self) -> str:
         """Fingerprint of the copy that is served, computed when it is first requested; "" for the base."""
-        first = self._policies[0]
-        if first.fingerprint is None:
-            is_full = self._has_loaded and first.adapters is None
-            first.fingerprint = fingerprint_weights(self.decoder) if is_full else fingerprint(first.adapters)
-        return first.fingerprint
+        base_policy = self._policies[0]
+        if base_policy.fingerprint is None:
+            is_full = self._has_loaded and base_policy.adapters is None
+            base_policy.fingerprint = (
+                fingerprint_weights(self.decoder) if is_full else fingerprint(base_policy.adapters)
+            )
+        return base_policy.fingerprint
 
     @property
     def is_fused(self) -> bool:
@@ -132,15 +140,16 @@ class Runner:
         self,
         tokens: np.ndarray,
         positions: np.ndarray,
-        where: Places,
+        host_places: Places,
         policies: Sequence[tuple[int, int, int]] = (),
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Compute hidden states [T, D] and routes [T, L_moe, K] int16 of a pass; ``policies``: (number, first
-        row, last row + 1), empty for the policy without a name. Op by op each policy has its own pass."""
+        """Compute hidden states [T, D] and routes [T, L_moe, K] int16 of a pass, and write its keys and
+        values; ``policies``: (number, first row, last row + 1), empty for the policy without a name. Rows of
+        several policies are a pass for each, unless the fused step or a captured graph mixes them."""
         can_capture = self._graphs is not None and len(tokens) <= MOST_ROWS
         if len(policies) > 1 and self._fused is None and not (can_capture and self._stack):
             parts = [
-                self.forward(tokens[a:b], positions[a:b], where.part(a, b), [(policy, 0, b - a)])
+                self.forward(tokens[a:b], positions[a:b], host_places.cut_part(a, b), [(policy, 0, b - a)])
                 for policy, a, b in policies
             ]
             hidden, routing = zip(*parts, strict=True)
@@ -153,12 +162,12 @@ class Runner:
                     if not self._stack.update({n: served.adapters for n, served in self._policies.items()}):
                         self._graphs.forget(SEVERAL)
                     mix = self._stack.mix(policies)
-                    return self._graphs.forward(SEVERAL, mix, tokens, positions, where)
-                return self._graphs.forward(policy, prepared, tokens, positions, where)
-            rows = where.on(self.decoder.device)
+                    return self._graphs.forward(SEVERAL, mix, tokens, positions, host_places)
+                return self._graphs.forward(policy, prepared, tokens, positions, host_places)
+            rows = host_places.move_to(self.decoder.device)
             ids, places = self.on_device(tokens), self.on_device(positions)
             if self._fused is not None:
-                spans = [(last, self._places[number]) for number, _, last in policies]
+                spans = [(last, self._fused_places[number]) for number, _, last in policies]
                 keys, values = self.store.keys, self.store.values
                 hidden, routing = self._fused.forward(ids, places, rows, keys, values, spans)
             else:
@@ -167,6 +176,7 @@ class Runner:
         return hidden, None if routing is None else routing.to(torch.int16)
 
     def _attend(self, rows: Rows) -> Attend:
+        """Return the attention over the store for ``rows``, by the kernels that there are."""
         if isinstance(self._kernels, Kernels):
             return NativePaged(self._kernels, self.store, rows)
         if self._kernels is not None:
@@ -176,9 +186,9 @@ class Runner:
         )
 
     def run(self, plan: ModelInput) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Call ``forward`` with the rows of a plan."""
-        where = Places(plan.kv_slots, plan.tables, plan.owner, (plan.positions + 1).astype(np.int32))
-        return self.forward(plan.tokens, plan.positions, where, plan.policies)
+        """Run ``forward`` on the rows of a plan."""
+        host_places = Places(plan.kv_slots, plan.tables, plan.owner, (plan.positions + 1).astype(np.int32))
+        return self.forward(plan.tokens, plan.positions, host_places, plan.policies)
 
     def draw(
         self,
@@ -191,10 +201,11 @@ class Runner:
         want_support: bool = False,
         top: int = 0,
     ) -> Drawn:
-        """Draw a token for each of ``rows`` of ``hidden`` (None: all); ``banned``: (which of them, token ids
-        or a mask [V]) that must not be drawn.
+        """Draw a token for each of ``rows`` of ``hidden`` (None: all). ``banned``: (which of these rows,
+        token ids or a mask [V]) that must not be drawn.
 
-        ``want_support``: also return the ids that each was drawn from; ``top``: and so many of the likeliest.
+        ``want_support``: return the ids that each was drawn from too. ``top``: return so many of the
+        likeliest too.
         """
         parts = []
         for span, logits in self.logits(hidden, rows):
@@ -204,7 +215,9 @@ class Runner:
                         logits[row - span.start, ids] = -torch.inf
             row_settings = settings.take(span)
             drawn = sample(logits, row_settings, u[span], self._kernels, want_support=want_support)
-            parts.append(drawn._replace(top=likeliest(logits, row_settings, drawn, top)) if top else drawn)
+            parts.append(
+                drawn._replace(top=find_likeliest(logits, row_settings, drawn, top)) if top else drawn
+            )
         return parts[0] if len(parts) == 1 else Drawn.concatenate(parts)
 
     def logits(
@@ -214,8 +227,8 @@ class Runner:
         with torch.inference_mode():
             states = hidden if rows is None else hidden[self.on_device(rows)]
         chunk = max(1, _LOGIT_BYTES // (4 * self.decoder.config.vocab_size))
-        for first in range(0, len(states), chunk):
-            span = slice(first, first + chunk)
+        for start in range(0, len(states), chunk):
+            span = slice(start, start + chunk)
             with torch.inference_mode():
                 logits = self._compute_logits(states[span])
             yield span, logits
@@ -226,22 +239,22 @@ class Runner:
         return self.decoder.logits(hidden, ops=self._ops).float()
 
     def on_device(self, array: np.ndarray) -> torch.Tensor:
-        return on_device(array, self.decoder.device)
+        return move_to_device(array, self.decoder.device)
 
-    def seconds(self, rows: int, context: int) -> float:
+    def measure_seconds(self, rows: int, context: int) -> float:
         """Measure the seconds of a pass of ``rows`` rows that see ``context`` positions, for the cost table.
 
         It writes into the first blocks of the store, so it must come before any sequence.
         """
-        return sum(self.parts(rows, context))
+        return sum(self.measure_parts(rows, context))
 
-    def parts(self, rows: int, context: int) -> tuple[float, float]:
-        """Measure the seconds of a pass, as ``seconds``, by part: (layers, head and draw)."""
+    def measure_parts(self, rows: int, context: int) -> tuple[float, float]:
+        """Measure the seconds of a pass, as ``measure_seconds`` does, by part: (layers, head and draw)."""
         blocks = min((context + BLOCK - 1) // BLOCK, self.store.keys.shape[1])
         num_own = blocks if blocks * rows <= self.store.keys.shape[1] else 0  # blocks of its own for each row
         tables = np.arange(rows)[:, None] * num_own + np.arange(blocks)
         lengths = np.full(rows, blocks * BLOCK, np.int32)
-        where = Places(
+        host_places = Places(
             tables[:, -1].astype(np.int64) * BLOCK + BLOCK - 1,
             tables.astype(np.int32),
             np.arange(rows, dtype=np.int32),
@@ -250,7 +263,7 @@ class Runner:
         settings, u = Settings.of([Sampling()] * rows), np.full(rows, 0.5)
         tokens = np.arange(rows, dtype=np.int64) % self.decoder.config.vocab_size
         start = time.perf_counter()
-        hidden, _ = self.forward(tokens, lengths.astype(np.int64) - 1, where)
+        hidden, _ = self.forward(tokens, lengths.astype(np.int64) - 1, host_places)
         if hidden.is_cuda:
             torch.cuda.synchronize()
         middle = time.perf_counter()
@@ -272,20 +285,21 @@ class Policies:
     def __init__(self, runner: PolicyRunner) -> None:
         self.numbers: dict[str, int] = {"": 0}
         self.versions: dict[int, int] = {0: 0}
-        self._runner, self._next = runner, 1
+        self._runner, self._next_number = runner, 1
 
     def publish(self, adapters: Adapters | None, version: int, name: str = "") -> None:
-        """Run a copy of ``adapters`` (None: the base) under ``name`` from now on."""
-        number = self._next if name else 0
+        """Run a copy of ``adapters`` (None: the base) under ``name`` from now on; a name gets a new number
+        each time. Raises NotFinite, changing nothing."""
+        number = self._next_number if name else 0
         self._runner.serve(adapters, number)
         self.numbers[name], self.versions[number] = number, version
-        self._next += number > 0
+        self._next_number += number > 0
 
     def withdraw(self, name: str) -> None:
-        """Remove the name: no new request can use it."""
+        """Remove the name, if there is one: no new request can use it."""
         self.numbers.pop(name, None)
 
-    def versions_of(self, numbers: np.ndarray) -> np.ndarray:
+    def list_versions(self, numbers: np.ndarray) -> np.ndarray:
         """Return the versions [R] int32 of the policies with these numbers [R]."""
         return np.array([self.versions[number] for number in numbers.tolist()], np.int32)
 

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ostinato.engine.paged import on_device
+from ostinato.engine.paged import move_to_device
 from ostinato.engine.sequences import Settings
 from ostinato.model.native import Kernels
 from ostinato.types import Support
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Drawn(NamedTuple):
-    """B drawn tokens. A row whose logits are not finite has token -1 and NaN, for the caller to report."""
+    """B drawn tokens. A row whose logits are not finite has token -1 and NaN; the caller has to report it."""
 
     tokens: np.ndarray  # [B] int64
     logprobs: np.ndarray  # [B] float32, under the filtered, renormalised distribution that was sampled from
@@ -61,9 +61,10 @@ def sample(
     *,
     want_support: bool = False,
 ) -> Drawn:
-    """Draw tokens from logits [B, V] with uniforms u [B] float64 in (0, 1).
+    """Draw tokens from logits [B, V] with uniforms u [B] float64 in (0, 1): by ``kernels``, or in torch if
+    there are none.
 
-    ``want_support``: also return the ids that each was drawn from, by two more passes over rows with filters.
+    ``want_support``: return the ids that each was drawn from too, by two more passes over rows with filters.
     """
     if kernels is None:
         return sample_torch(logits, settings, u, want_support=want_support)
@@ -83,7 +84,7 @@ def sample(
     return drawn._replace(support=Support(counts=counts, ids=ids))
 
 
-def likeliest(logits: Tensor, settings: Settings, drawn: Drawn, n: int) -> tuple[np.ndarray, np.ndarray]:
+def find_likeliest(logits: Tensor, settings: Settings, drawn: Drawn, n: int) -> tuple[np.ndarray, np.ndarray]:
     """Return (ids, log-probabilities) [B, n] of the likeliest tokens of the sampled distribution, best first.
 
     The scale is that of ``drawn.logprobs``: tokens removed by filters have -inf. At temperature 0 it is
@@ -96,30 +97,33 @@ def likeliest(logits: Tensor, settings: Settings, drawn: Drawn, n: int) -> tuple
             z = z - z.logsumexp(dim=-1, keepdim=True)
         else:  # row by row: with several threads torch adds up a lone row in another order
             z = z - torch.stack([row.logsumexp(dim=-1) for row in z]).unsqueeze(1)
-        best, ids = z.topk(min(n, z.shape[1]), dim=-1)
-        own = z.gather(1, torch.from_numpy(drawn.tokens).to(z.device).clamp_min(0).unsqueeze(1)).squeeze(1)
-    best, own = best.cpu().numpy(), own.cpu().numpy()
-    is_filtered = settings.filtered(logits.shape[1])
-    best = best + np.where(is_filtered, drawn.logprobs - own, 0)[:, None]
+        logprobs, ids = z.topk(min(n, z.shape[1]), dim=-1)
+        token_logprobs = z.gather(
+            1, torch.from_numpy(drawn.tokens).to(z.device).clamp_min(0).unsqueeze(1)
+        ).squeeze(1)
+    logprobs, token_logprobs = logprobs.cpu().numpy(), token_logprobs.cpu().numpy()
+    is_filtered = settings.find_filtered(logits.shape[1])
+    logprobs = logprobs + np.where(is_filtered, drawn.logprobs - token_logprobs, 0)[:, None]
     if drawn.support is not None:  # filters keep the likeliest
-        num_kept = np.where(is_filtered & (drawn.support.counts > 0), drawn.support.counts, best.shape[1])
-        best = np.where(np.arange(best.shape[1]) < num_kept[:, None], best, -np.inf)
-    return ids.cpu().numpy(), best.astype(np.float32)
+        num_kept = np.where(is_filtered & (drawn.support.counts > 0), drawn.support.counts, logprobs.shape[1])
+        logprobs = np.where(np.arange(logprobs.shape[1]) < num_kept[:, None], logprobs, -np.inf)
+    return ids.cpu().numpy(), logprobs.astype(np.float32)
 
 
 def sample_torch(logits: Tensor, settings: Settings, u: np.ndarray, *, want_support: bool = False) -> Drawn:
-    """Draw tokens as the native sampler does, in torch on the device of the logits."""
+    """Draw tokens as the native sampler does, in torch on the device of the logits. ``want_support``: see
+    ``sample``."""
     device, V = logits.device, logits.shape[1]
     z = logits.float()
     temperature = torch.from_numpy(settings.temperature).to(device)
-    is_greedy, best = temperature == 0, z.argmax(dim=-1)
+    is_greedy, best_tokens = temperature == 0, z.argmax(dim=-1)
     is_broken = ~torch.isfinite(z.amax(dim=-1)) | torch.isnan(z).any(dim=-1)
     # times the inverse, not divided: the same roundings as the native sampler, so the same ties
     scaled = z * temperature.where(~is_greedy, torch.ones_like(temperature)).reciprocal().unsqueeze(1)
     peak = scaled.amax(dim=-1, keepdim=True)
     is_kept = torch.ones_like(scaled, dtype=torch.bool)
     if ((settings.top_k > 0) & (settings.top_k < V)).any() or (settings.top_p < 1).any():
-        is_kept &= scaled >= _find_cut(scaled, settings)
+        is_kept &= scaled >= _compute_cuts(scaled, settings)
     if (settings.min_p > 0).any():
         is_kept &= scaled >= peak + torch.from_numpy(settings.min_p).to(device).log().unsqueeze(1)
     mass = (scaled - peak).exp().double().masked_fill(~is_kept, 0.0)
@@ -127,18 +131,18 @@ def sample_torch(logits: Tensor, settings: Settings, u: np.ndarray, *, want_supp
     total = cumulative[:, -1:]
     tokens = (cumulative <= torch.from_numpy(u).to(device).unsqueeze(1) * total).sum(dim=-1)
     # u times the total may round up to the total: then the last token with mass is taken
-    last = V - 1 - (mass > 0).flip(-1).int().argmax(dim=-1)
-    tokens = torch.minimum(tokens, last)
+    last_tokens = V - 1 - (mass > 0).flip(-1).int().argmax(dim=-1)
+    tokens = torch.minimum(tokens, last_tokens)
     index, zeros = tokens.unsqueeze(1), torch.zeros(len(u), dtype=torch.float64, device=device)
     logprobs = (scaled - peak).double().gather(1, index).squeeze(1) - total.squeeze(1).log()
     edges = (cumulative.gather(1, index) - mass.gather(1, index)).squeeze(1) / total.squeeze(1)
-    tokens = tokens.where(~is_greedy, best).masked_fill(is_broken, -1)
+    tokens = tokens.where(~is_greedy, best_tokens).masked_fill(is_broken, -1)
     logprobs = logprobs.where(~is_greedy, zeros).masked_fill(is_broken, torch.nan)
     edges = edges.where(~is_greedy, zeros).masked_fill(is_broken, torch.nan)
     drawn = Drawn(tokens.cpu().numpy(), logprobs.float().cpu().numpy(), edges.float().cpu().numpy())
     if not want_support:
         return drawn
-    is_filtered = torch.from_numpy(settings.filtered(V)).to(device) & ~is_broken
+    is_filtered = torch.from_numpy(settings.find_filtered(V)).to(device) & ~is_broken
     return drawn._replace(support=_make_support(is_kept & (scaled > -torch.inf), is_filtered))
 
 
@@ -148,12 +152,16 @@ def _sample_triton(logits: Tensor, settings: Settings, u: np.ndarray, *, want_su
 
     device = logits.device
     values = (settings.temperature, settings.top_k, settings.top_p, settings.min_p)
-    temperature, *filters = (on_device(np.ascontiguousarray(a), device) for a in values)
-    is_filtered = settings.filtered(logits.shape[1])
+    temperature, *filters = (move_to_device(np.ascontiguousarray(a), device) for a in values)
+    is_filtered = settings.find_filtered(logits.shape[1])
     cuts = torch.full((len(u),), -torch.inf, device=device)
     if is_filtered.any():
         cuts = sampling.cut_off(logits, temperature, *filters)
-    drawn = sampling.draw(logits, temperature, cuts, on_device(np.ascontiguousarray(u), device)).cpu().numpy()
+    drawn = (
+        sampling.draw(logits, temperature, cuts, move_to_device(np.ascontiguousarray(u), device))
+        .cpu()
+        .numpy()
+    )
     result = Drawn(drawn[0].astype(np.int64), *drawn[1:].astype(np.float32))
     if not want_support:
         return result
@@ -173,7 +181,7 @@ def _make_support(is_kept: Tensor, is_filtered: Tensor) -> Support:
     return Support(counts=counts.int().cpu().numpy(), ids=ids.int().cpu().numpy())
 
 
-def _find_cut(scaled: Tensor, settings: Settings) -> Tensor:
+def _compute_cuts(scaled: Tensor, settings: Settings) -> Tensor:
     """Return [B, 1], the smallest scaled logit that top-k and top-p keep."""
     V, device = scaled.shape[1], scaled.device
     sorted_logits = scaled.sort(dim=-1, descending=True).values

@@ -50,15 +50,16 @@ class Scheduler:
 
     @property
     def unfinished(self) -> list[Sequence]:
-        return [*map(self.table.at, self.table.order), *self.waiting]
+        return [*map(self.table.get_sequence, self.table.order), *self.waiting]
 
-    def add(self, new: Seq[Sequence]) -> None:
-        self.waiting.extend(new)
+    def add(self, new_sequences: Seq[Sequence]) -> None:
+        """Append sequences to the queue; with predictions the whole queue is sorted by ``sort_queue``."""
+        self.waiting.extend(new_sequences)
         if self._expect is not None:
-            self.waiting = longest_first(self.waiting, new, self._expect)
+            self.waiting = sort_queue(self.waiting, new_sequences, self._expect)
 
     def remove(self, slot: int) -> Sequence:
-        """Remove a sequence from its slot, and release its blocks."""
+        """Remove a sequence from its slot, release its blocks, and discard its nodes that are not ready."""
         sequence = self.table.remove(slot)
         self.cache.discard(sequence.nodes)
         self.cache.release(sequence.blocks)
@@ -66,25 +67,27 @@ class Scheduler:
         return sequence
 
     def drop(self, sequences: Iterable[Sequence]) -> list[Sequence]:
-        """Remove those of ``sequences`` that have not ended, and return them."""
+        """Remove those of ``sequences`` that have not ended from queue and slots, and return them."""
         dropped_ids = set(map(id, sequences))
         waiting = [sequence for sequence in self.waiting if id(sequence) in dropped_ids]
         self.waiting = deque(sequence for sequence in self.waiting if id(sequence) not in dropped_ids)
-        slots = [slot for slot in self.table.order if id(self.table.at(slot)) in dropped_ids]
+        slots = [slot for slot in self.table.order if id(self.table.get_sequence(slot)) in dropped_ids]
         return [*waiting, *map(self.remove, slots)]
 
-    def of(self, requests: Collection[Request]) -> tuple[list[int], list[Sequence]]:
+    def find_requests(self, requests: Collection[Request]) -> tuple[list[int], list[Sequence]]:
         """Return (slots, waiting sequences) of those requests that have not ended."""
         request_ids = set(map(id, requests))
-        slots = [slot for slot in self.table.order if id(self.table.at(slot).request) in request_ids]
+        slots = [
+            slot for slot in self.table.order if id(self.table.get_sequence(slot).request) in request_ids
+        ]
         return slots, [sequence for sequence in self.waiting if id(sequence.request) in request_ids]
 
     def admit(self) -> list[tuple[int, int]]:
         """Admit waiting sequences while there is room; return (source, target) of blocks to copy first."""
         copies: list[tuple[int, int]] = []
         postponed: deque[Sequence] = deque()
-        room = self.cache.available - len(self.table)  # a spare block for each that runs
-        while self.waiting and not self.table.full:
+        room = self.cache.num_available - len(self.table)  # a spare block for each that runs
+        while self.waiting and not self.table.is_full:
             sequence = self.waiting.popleft()
             tokens = sequence.prefix(sequence.text)
             match = self.cache.match(tokens)
@@ -118,14 +121,16 @@ class Scheduler:
         return copies
 
     def schedule(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return (slots, rows of known text) of the next pass: decoding, then prompts within the budget."""
+        """Return (slots, rows of known text) of the next pass: sequences that decode, then prompts within
+        ``step_tokens``. Blocks are appended for them, and sequences that are preempted for that are left
+        out. Slots of a policy are consecutive."""
         table = self.table
         order = np.array(table.order, np.int64)
         need = table.length[order] - table.computed[order]
-        order = order[np.argsort(need > 1, kind="stable")]
+        order = order[np.argsort(need > 1, kind="stable")]  # those that decode need one row
         need = table.length[order] - table.computed[order]
-        before = np.cumsum(need) - need
-        counts = np.minimum(need, self._step_tokens - before)
+        num_earlier = np.cumsum(need) - need
+        counts = np.minimum(need, self._step_tokens - num_earlier)
         order, counts = order[counts > 0], counts[counts > 0]
         short = table.num_blocks[order] * BLOCK < table.length[order]
         preempted_slots: set[int] = set()
@@ -139,14 +144,19 @@ class Scheduler:
         return order[by_policy], counts[by_policy]
 
     def append_blocks(self, slot: int) -> set[int]:
-        """Append the blocks for the next token of a sequence. Where none is free, the youngest sequences,
-        perhaps this one, are preempted. Returns the slots of the preempted ones."""
-        sequence, length, preempted_slots = self.table.at(slot), int(self.table.length[slot]), set[int]()
+        """Append the blocks for the next token of a sequence. If none is free, surplus blocks of drafts are
+        released, then the youngest sequences are preempted, perhaps this one. Preempted ones go to the front
+        of the queue. Returns their slots."""
+        sequence, length, preempted_slots = (
+            self.table.get_sequence(slot),
+            int(self.table.length[slot]),
+            set[int](),
+        )
         while len(sequence.blocks) * BLOCK < length:
             try:
                 sequence.blocks.append(self.cache.allocate())
             except OutOfBlocks:
-                if self._free_surplus_blocks():
+                if self._release_surplus_blocks():
                     continue
                 youngest = self.table.order[-1]  # usually it has the fewest tokens to compute again
                 self._before_preemption(youngest)
@@ -160,28 +170,30 @@ class Scheduler:
         return preempted_slots
 
     def mark_computed(self, slots: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """Record a pass; return the indices in ``slots`` whose text is all computed, to be sampled now."""
+        """Record that rows were computed, and make the nodes of completed sequences ready. Returns the
+        indices in ``slots`` of those whose text is all computed; they are to be sampled now."""
         table = self.table
         table.computed[slots] += counts
         ready = np.flatnonzero(table.computed[slots] == table.length[slots])
         for slot in slots[ready].tolist():
-            sequence = table.at(slot)
+            sequence = table.get_sequence(slot)
             for node in sequence.nodes:
                 node.ready = True
             sequence.nodes = []
         return ready
 
     def keep_prefix(self, slot: int) -> None:
-        """Insert the blocks of a sequence that ends into the prefix tree, if they are of one policy."""
-        sequence, computed = self.table.at(slot), int(self.table.computed[slot])
+        """Insert the blocks of a sequence that ends into the prefix tree, unless a policy was published
+        since it began or its prompt was not all computed."""
+        sequence, computed = self.table.get_sequence(slot), int(self.table.computed[slot])
         if sequence.generation == self.cache.generation and not sequence.nodes:
             self.cache.insert(sequence.prefix(self.table.text[slot, :computed]), sequence.blocks)
 
-    def _free_surplus_blocks(self) -> int:
+    def _release_surplus_blocks(self) -> int:
         """Release the blocks that drafts have left past the ends of sequences; return their number."""
         table, num_freed = self.table, 0
         for slot in table.order:
-            sequence, needed = table.at(slot), -(-int(table.length[slot]) // BLOCK)
+            sequence, needed = table.get_sequence(slot), -(-int(table.length[slot]) // BLOCK)
             surplus, sequence.blocks[needed:] = sequence.blocks[needed:], []
             self.cache.release(surplus)
             # a block that has just been added is not in the table yet, and has to be shown
@@ -190,12 +202,14 @@ class Scheduler:
         return num_freed
 
 
-def longest_first(
-    waiting: Iterable[Sequence], new: Seq[Sequence], expect: Callable[[Request], float]
+def sort_queue(
+    waiting: Iterable[Sequence], new_sequences: Seq[Sequence], expect: Callable[[Request], float]
 ) -> deque[Sequence]:
-    """Order the queue by predicted length, the longest first: a long answer that starts late delays all."""
+    """Return the queue by predicted answer, the longest first: a long answer that starts late delays all.
+    Predictions for ``new_sequences``, which are in ``waiting`` too, are stored in them. Preempted sequences
+    come first."""
     predictions: dict[str, float] = {}  # by prompt: siblings have the same prediction
-    for sequence in new:
+    for sequence in new_sequences:
         request = sequence.request
         if request.uid not in predictions:
             predictions[request.uid] = expect(request)

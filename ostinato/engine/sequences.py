@@ -40,8 +40,8 @@ class Settings:
             np.array([s.min_p for s in rows], np.float32),
         )
 
-    def filtered(self, vocab_size: int) -> np.ndarray:
-        """Return [B] bool, the rows that a filter may cut. Greedy rows draw nothing that could be cut."""
+    def find_filtered(self, vocab_size: int) -> np.ndarray:
+        """Return [B] bool, the rows that a filter may cut. A greedy row is none: its token is not drawn."""
         top_k = (self.top_k > 0) & (self.top_k < vocab_size)
         return (self.temperature > 0) & (top_k | (self.top_p < 1) | (self.min_p > 0))
 
@@ -51,7 +51,8 @@ class Settings:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request in flight. ``text`` and ``sampled`` are stored here while it waits, else in its slot."""
+    """A request in flight. ``text`` and ``sampled`` are stored here while it waits; while it runs its slot
+    has them."""
 
     index: int  # of the request in its call
     request: Request
@@ -84,8 +85,8 @@ class Sequence:
         return len(self.request.tokens)
 
     def prefix(self, tokens: np.ndarray) -> list[int]:
-        """Return the keys of ``tokens`` in the prefix tree. Policies share none, nor do salts, which are part
-        of the first key."""
+        """Return the keys of ``tokens`` in the prefix tree. Sequences of different policies or salts share
+        no key; the salt is a part of the first key, which is enough."""
         keys = (tokens.astype(np.int64) + (self.policy << 32)).tolist()
         if keys and (salt := self.request.salt):
             keys[0] += int.from_bytes(hashlib.sha256(salt.encode()).digest()) << 64
@@ -93,7 +94,7 @@ class Sequence:
 
 
 class SequenceTable:
-    """State of up to ``size`` running sequences of up to ``width`` tokens."""
+    """The state of up to ``size`` running sequences of up to ``width`` tokens."""
 
     def __init__(self, size: int, width: int) -> None:
         # Untouched pages of these cost no memory: use grows with the sequences.
@@ -127,18 +128,18 @@ class SequenceTable:
         self._stop_token_counts: dict[tuple[int, ...], int] = {}  # number of slots by stop tokens
         self.sequences: list[Sequence | None] = [None] * size
         self.order: list[int] = []  # slots in use, the youngest last
-        self._free = list(range(size - 1, -1, -1))
+        self._free_slots = list(range(size - 1, -1, -1))
 
     def __len__(self) -> int:
         return len(self.order)
 
     @property
-    def full(self) -> bool:
-        return not self._free
+    def is_full(self) -> bool:
+        return not self._free_slots
 
     def add(self, sequence: Sequence, computed: int) -> int:
-        """Admit a sequence, of which ``computed`` positions are in its blocks."""
-        slot = self._free.pop()
+        """Move a sequence into a free slot, and return the slot. ``computed`` positions are in its blocks."""
+        slot = self._free_slots.pop()
         length, prompt, sampling = len(sequence.text), sequence.prompt_len, sequence.request.sampling
         self.text[slot, :length] = sequence.text
         if sequence.sampled is not None:
@@ -172,15 +173,15 @@ class SequenceTable:
         return slot
 
     def show_blocks(self, slot: int) -> None:
-        """Copy the blocks that were added to its sequence into the table."""
-        sequence = self.at(slot)
+        """Copy the blocks that were added to the sequence into the table."""
+        sequence = self.get_sequence(slot)
         old_count, new_count = int(self.num_blocks[slot]), len(sequence.blocks)
         self.tables[slot, old_count:new_count] = sequence.blocks[old_count:]
         self.num_blocks[slot] = new_count
 
     def remove(self, slot: int) -> Sequence:
-        """Free the slot, and copy its text and results back to the sequence."""
-        sequence, length, prompt = self.at(slot), int(self.length[slot]), int(self.prompt[slot])
+        """Free the slot, move its text and results back to the sequence, and return that."""
+        sequence, length, prompt = self.get_sequence(slot), int(self.length[slot]), int(self.prompt[slot])
         sequence.text = self.text[slot, :length].copy()
         arrays = (self.logprobs, self.edges, self.versions)
         sequence.sampled = tuple(array[slot, prompt:length].copy() for array in arrays)
@@ -193,10 +194,11 @@ class SequenceTable:
             del self._stop_token_counts[stop_tokens]
         self.sequences[slot] = None
         self.order.remove(slot)
-        self._free.append(slot)
+        self._free_slots.append(slot)
         return sequence
 
-    def at(self, slot: int) -> Sequence:
+    def get_sequence(self, slot: int) -> Sequence:
+        """Return the sequence in a slot that is in use."""
         sequence = self.sequences[slot]
         assert sequence is not None, "no sequence has this slot"
         return sequence

@@ -55,17 +55,19 @@ class Reloadable(Protocol):
 
 def make_failed(sentence: str) -> Completion:
     """Return an empty completion that ended as ERROR, with ``sentence`` as the reason."""
-    none, tokens = np.zeros(0, np.float32), np.zeros(0, np.int32)
-    return Completion(tokens=tokens, logprobs=none, versions=tokens, stop=Stop.ERROR, error=sentence)
+    empty_floats, empty_ids = np.zeros(0, np.float32), np.zeros(0, np.int32)
+    return Completion(
+        tokens=empty_ids, logprobs=empty_floats, versions=empty_ids, stop=Stop.ERROR, error=sentence
+    )
 
 
 class SamplerServer:
     """Implements ``protocols.Sampler`` with ``engine``.
 
     ``name`` is the worker's in the timeline. ``read`` turns a publication's payload into adapters for the
-    engine (``model.wire.unpack``). ``remember`` gets the answers that come with publications, where the
-    engine drafts from them. A request that the engine refuses (ValueError) ends alone, as ERROR; any
-    other error of the engine is raised by the next ``collect``.
+    engine (``model.wire.unpack``). ``remember`` receives the answers that come with publications; None if
+    the engine does not draft from them. A request that the engine refuses (ValueError) ends alone, as ERROR;
+    any other error of the engine is raised by the next ``collect`` without answers.
     """
 
     def __init__(
@@ -76,32 +78,34 @@ class SamplerServer:
         self._tasks: set[asyncio.Task[None]] = set()
         self._done: list[tuple[int, Completion]] = []
         self._spans: list[Span] = []
-        self._broken: Exception | None = None
-        self._news = asyncio.Event()
+        self._engine_error: Exception | None = None
+        self._has_news = asyncio.Event()
 
     async def start(self, calls: Sequence[tuple[int, Request]], drop: Sequence[int] = ()) -> None:
-        """Start ``calls`` as one call of the engine, and cut ``drop``; see ``protocols.Sampler``."""
+        """Start ``calls`` as one call of the engine, and cut those of ``drop`` that run; see
+        ``protocols.Sampler``."""
         if calls:
             self._running.update(calls)
-            self._start_answer(dict(calls))
+            self._start_calls(dict(calls))
         if drop:
             await asyncio.sleep(0)  # calls that were just started reach the engine first
             self._engine.cut([self._running[id] for id in drop if id in self._running])
 
     async def collect(self, wait_s: float) -> PollResult:
-        """Return what has ended since the last call; wait for ``wait_s`` at most. Raises the error of the
-        engine, once all answers have been returned."""
-        if not self._done and self._broken is None:
-            self._news.clear()
+        """Return the answers since the last call; wait at most ``wait_s`` for the first one. Raises the
+        error of the engine, after all answers have been returned."""
+        if not self._done and self._engine_error is None:
+            self._has_news.clear()
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._news.wait(), wait_s)
-        if not self._done and self._broken is not None:
-            raise self._broken
+                await asyncio.wait_for(self._has_news.wait(), wait_s)
+        if not self._done and self._engine_error is not None:
+            raise self._engine_error
         return self._report()  # nothing awaits from here on, so what is taken is returned
 
     async def publish(self, publication: Publication) -> str:
-        """Serve the policy from the next pass on; return the fingerprint that is served. Raises the errors of
-        the engine and ``read``; then the old policy stays."""
+        """Serve the policy from the next pass on, remember its answers, and return the fingerprint that is
+        served. Raises the errors of the engine and ``read``, and RuntimeError for weights that the engine
+        cannot load; then the old policy stays."""
         start, engine, version = time.time(), self._engine, publication.version
         size = publication.size
         if publication.path:
@@ -121,7 +125,7 @@ class SamplerServer:
         return fingerprint
 
     async def close(self) -> None:
-        """Cancel all calls, without answers."""
+        """Cancel all calls, which then have no answers, and wait up to CLOSE_S for their end."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -130,35 +134,39 @@ class SamplerServer:
 
     # ---- calls
 
-    def _start_answer(self, calls: Mapping[int, Request]) -> None:
-        task = asyncio.create_task(self._answer(calls))
+    def _start_calls(self, calls: Mapping[int, Request]) -> None:
+        """Start a task for the calls, and keep it until it ends."""
+        task = asyncio.create_task(self._run_calls(calls))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _answer(self, calls: Mapping[int, Request]) -> None:
+    async def _run_calls(self, calls: Mapping[int, Request]) -> None:
+        """Store the answers of ``calls``. If the engine refuses one of them, each is started again alone."""
         ids, open_ids = list(calls), set(calls)
         try:
             async for index, completion in self._engine.generate(list(calls.values())):
                 open_ids.discard(ids[index])
-                self._end(ids[index], completion)
+                self._store_answer(ids[index], completion)
         except ValueError as error:
             if len(calls) == 1:
-                self._end(ids[0], make_failed(str(error)))
+                self._store_answer(ids[0], make_failed(str(error)))
                 return
             for id in sorted(open_ids):  # any of them may be at fault: each is tried alone
-                self._start_answer({id: calls[id]})
+                self._start_calls({id: calls[id]})
         except Exception as error:  # the edge of the process: the collector gets the error
-            self._broken = error
-            self._news.set()
+            self._engine_error = error
+            self._has_news.set()
 
-    def _end(self, id: int, completion: Completion) -> None:
+    def _store_answer(self, id: int, completion: Completion) -> None:
+        """Store the answer of a running call for ``collect``; nothing if it does not run any more."""
         if self._running.pop(id, None) is not None:
             self._done.append((id, completion))
-            self._news.set()
+            self._has_news.set()
 
     # ---- reports
 
     def _report(self) -> PollResult:
+        """Return the answers and spans that were not reported yet, and clear them, with the present state."""
         (version, fingerprint), counters = self._engine.served, self._read_counters()
         done, self._done = tuple(self._done), []
         return PollResult(
@@ -185,7 +193,8 @@ class SamplerServer:
         return dict(counters) if isinstance(counters, Mapping) else {}
 
     def _take_spans(self) -> tuple[Span, ...]:
-        """Return the engine's passes and the publications between them, in order."""
+        """Return the engine's passes and the publications since the last call, sorted by their starts, and
+        clear them."""
         spans, self._spans = self._spans, []
         if isinstance(self._engine, _Timed):
             spans += self._engine.take_spans()
@@ -208,7 +217,8 @@ class SamplerLink:
 
     async def wait_until_built(self) -> SamplerLink:
         """Wait until the sampler is built, and return this link: a policy that is sent before the model is
-        loaded may be lost. The worker is ended if building fails or the wait is cancelled."""
+        loaded may be lost. The worker is ended if building fails, the wait is cancelled or ``silence_s`` is
+        over. Answers that have ended are discarded."""
         try:
             await self.collect(0.0)
         except BaseException:

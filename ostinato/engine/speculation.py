@@ -32,7 +32,7 @@ STRICT = 0.5  # the same temperature in the profit, where all of the longest seq
 
 
 class Speculation:
-    """Drafts for the sequences of ``table``, as long as drafting pays."""
+    """Makes drafts for the sequences of ``table``, as long as drafting pays."""
 
     def __init__(self, drafter: Drafter, cost: CostTable, table: SequenceTable) -> None:
         self._drafter, self._cost, self._table = drafter, cost, table
@@ -40,15 +40,16 @@ class Speculation:
         self._is_returning = False  # whether the latest prompts had been seen before
         self._skips = 0  # coming passes for which the drafter is not called
         self._profit = 0.0  # seconds per pass, lately
-        self._waiting = False  # others wait for a slot, so all tokens count alike
+        self._others_wait = False  # others wait for a slot, so all tokens count alike
         self._fixed = 0.0  # share of a pass that does not depend on its rows
         self.awake = False  # whether the drafter was called for this pass
         self.spent = 0.0  # seconds of drafting for this pass
-        self._closing_s = 0.0  # seconds of reporting ends, not yet in the profit
+        self._unbilled_s = 0.0  # seconds of reporting ends, not yet in the profit
 
     def begin(self, uids: set[str]) -> None:
-        """Note the prompts of new requests. Once prompts recur there is history to draft from, so the profit
-        that was measured without it is reset."""
+        """Record the prompts of new requests. The measured profit and the skips are reset when recurring
+        prompts follow new ones or the other way round: only recurring prompts have a history to draft
+        from."""
         is_returning = not self._known_uids.isdisjoint(uids)
         self._known_uids |= uids
         if is_returning != self._is_returning:
@@ -58,30 +59,32 @@ class Speculation:
         """Open a handle for each sequence that has none."""
         table = self._table
         for slot in slots[table.handle[slots] == NO_HANDLE].tolist():
-            sequence = table.at(slot)
+            sequence = table.get_sequence(slot)
             sequence.handle = self._drafter.open(sequence.request)
             table.handle[slot], table.observed[slot] = sequence.handle, sequence.prompt_len
 
     def propose(self, slots: np.ndarray, counts: np.ndarray, waiting: int) -> Drafts:
-        """Return drafts for a pass of ``counts`` rows of known text of ``slots``, aligned with
-        them; ``waiting`` others have no slot yet. Nothing is drafted for a sequence with a constraint."""
+        """Return drafts for a pass of ``counts`` rows of known text of ``slots``, aligned with them;
+        ``waiting`` others have no slot yet. Nothing is drafted in a skipped pass, of which one less is left
+        then, while the batch is filling, or while drafts would gain too little. Sequences with a constraint
+        have no drafts."""
         self.awake, self.spent = False, 0.0
         if self._skips:
             self._skips -= 1
             return NO_DRAFTS
         table = self._table
-        free = table.banned_until[slots] < ALWAYS
-        decoding = np.flatnonzero(free & (counts == table.length[slots] - table.computed[slots]))
-        self._waiting = waiting > 0
+        may_draft = table.banned_until[slots] < ALWAYS
+        decoding = np.flatnonzero(may_draft & (counts == table.length[slots] - table.computed[slots]))
+        self._others_wait = waiting > 0
         if 2 * len(decoding) < min(len(slots) + waiting, len(table.length)):
             return NO_DRAFTS  # the batch is filling: a few sequences gain little now
         num_known, attended = int(counts.sum()), float(table.length[slots] @ counts)
         # the seconds of a pass of half the rows show which share of this pass does not depend on rows
-        half_s, whole_s = self._cost.seconds(
+        half_s, whole_s = self._cost.predict_seconds(
             np.array([0.5, 1.0]) * num_known, np.array([0.5, 1.0]) * attended
         )
         self._fixed = min(max(2.0 * float(half_s / whole_s) - 1.0, 0.0), 1.0)
-        is_profitable = self._fixed >= LEAST_FIXED and self._is_worth_opening(slots[decoding], float(whole_s))
+        is_profitable = self._fixed >= LEAST_FIXED and self._gains_enough(slots[decoding], float(whole_s))
         if not is_profitable:
             return NO_DRAFTS
         start = time.perf_counter()
@@ -94,14 +97,16 @@ class Speculation:
         slot_counts[decoding] = drafts.counts
         return Drafts(counts=slot_counts, tokens=drafts.tokens)
 
-    def _is_worth_opening(self, slots: np.ndarray, pass_s: float) -> bool:
-        """Return whether the best possible gain is much more than the cost of opening new handles."""
+    def _gains_enough(self, slots: np.ndarray, pass_s: float) -> bool:
+        """Return whether the best possible gain is four times the cost of opening new handles, or others
+        wait."""
         num_new = int((self._table.handle[slots] == NO_HANDLE).sum())
         gain_s = self._fixed * pass_s * float(self._predict_left(slots).max())
-        return num_new * INTRODUCTION_S <= 0.25 * gain_s or self._waiting
+        return num_new * INTRODUCTION_S <= 0.25 * gain_s or self._others_wait
 
     def _query_drafter(self, slots: np.ndarray, num_known: int, attended: float) -> Drafts:
-        """Query the drafter for ``slots`` in a pass with ``num_known`` rows of known text."""
+        """Give the drafter the new tokens, and return its drafts for ``slots`` in a pass with ``num_known``
+        rows of known text."""
         table = self._table
         self.observe(slots)
         # a pass samples a token more than it drafts, so the last token allowed need not be drafted
@@ -115,25 +120,26 @@ class Speculation:
                 handles=table.handle[slots],
                 room=room.astype(np.int32),
                 weights=self._weigh_sequences(slots).astype(np.float32),
-                seconds=self._cost.seconds(num_known + extra, attended + extra * mean_length),
+                seconds=self._cost.predict_seconds(num_known + extra, attended + extra * mean_length),
             )
         )
 
     def judge(
         self, slots: np.ndarray, emitted: np.ndarray, ended: np.ndarray, plain_s: float, pass_s: float
     ) -> float:
-        """Compute the profit of a pass for which the drafter was called, and decide how long to skip it.
+        """Update the profit after a pass for which the drafter was called, and after a loss the number of
+        passes to skip. The seconds of drafting and of reporting ends are charged to this pass.
 
         emitted: tokens of each of ``slots``; ended: those that got their last token; plain_s and pass_s:
         predicted seconds of a pass without drafts, and of this pass. Returns the seconds that plain decoding
         would have taken for the same progress.
         """
-        passes = average = float(emitted.mean())
-        if not self._waiting:  # passes by which the end of the longest sequences is nearer
+        passes = mean_emitted = float(emitted.mean())
+        if not self._others_wait:  # passes by which the end of the longest sequences is nearer
             tokens_left = np.where(ended, 0, self._predict_left(slots))
             passes = _compute_soft_max(tokens_left + emitted) - _compute_soft_max(tokens_left)
-        without_s = plain_s * (self._fixed * passes + (1.0 - self._fixed) * average)
-        drafting_s, self._closing_s = self.spent + self._closing_s, 0.0
+        without_s = plain_s * (self._fixed * passes + (1.0 - self._fixed) * mean_emitted)
+        drafting_s, self._unbilled_s = self.spent + self._unbilled_s, 0.0
         self._profit = 0.75 * self._profit + 0.25 * (without_s - pass_s - drafting_s)
         if self._profit <= 0:
             self._skips = min(int(-self._profit / (TRIALS * plain_s)), LONGEST_NAP)
@@ -142,8 +148,9 @@ class Speculation:
     def account(
         self, plan: ModelInput, nodes: int, ready: np.ndarray, output: StepOutput, seconds: float, step: int
     ) -> float:
-        """Update the cost table and the profit after a pass with ``nodes`` draft tokens.
-        Returns the seconds that plain decoding would have taken for the same progress."""
+        """Update the cost table and the profit after a pass with ``nodes`` draft tokens; while the drafter
+        is skipped, only every eighth pass updates the table. Returns the seconds that plain decoding would
+        have taken for the same progress; ``seconds`` if the drafter was not called."""
         if not (self.awake or step % 8 == 0):
             return seconds
         rows, attended = len(plan.tokens), plan.attended
@@ -153,19 +160,22 @@ class Speculation:
             return seconds
         has_ended = np.zeros(len(ready), bool)
         has_ended[list(output.stops)] = True
-        plain_s = float(self._cost.seconds(rows - nodes, attended * (rows - nodes) / rows))
-        pass_s = float(self._cost.seconds(rows, attended))
+        plain_s = float(self._cost.predict_seconds(rows - nodes, attended * (rows - nodes) / rows))
+        pass_s = float(self._cost.predict_seconds(rows, attended))
         without_s = self.judge(plan.slots[ready], output.counts, has_ended, plain_s, pass_s)
         return without_s if nodes else seconds - self.spent
 
     def observe_end(self, slots: np.ndarray) -> None:
-        """Report sequences that have ended to the drafter, and close their handles, where they have any."""
+        """Report the last tokens of sequences that have ended to the drafter, and close their handles.
+        Sequences without a handle are left out. The seconds are charged to the next profit."""
         start, table = time.perf_counter(), self._table
         self.observe(slots[table.handle[slots] != NO_HANDLE], ended=True)
-        self._closing_s += time.perf_counter() - start
+        self._unbilled_s += time.perf_counter() - start
 
     def observe(self, slots: np.ndarray, ended: bool = False) -> None:
-        """Give the drafter the tokens that were sampled in ``slots`` since the last call."""
+        """Give the drafter the tokens that were sampled in ``slots`` since the last call, after opening
+        missing handles. With ``ended`` the handles are closed. Does nothing without new tokens, unless
+        ``ended``."""
         table = self._table
         self._open_handles(slots)
         counts = table.length[slots] - table.observed[slots]
@@ -189,12 +199,13 @@ class Speculation:
             self._clear_handles(slots)
 
     def _clear_handles(self, slots: np.ndarray) -> None:
+        """Mark the sequences as without a handle, in the table and in themselves."""
         self._table.handle[slots] = NO_HANDLE
         for slot in slots.tolist():
-            self._table.at(slot).handle = NO_HANDLE
+            self._table.get_sequence(slot).handle = NO_HANDLE
 
     def close(self, sequences: list[Sequence]) -> None:
-        """Close the handles of sequences that were dropped and have no slot any more."""
+        """Close the handles of sequences that were dropped, as ended without new tokens."""
         handles = np.array([s.handle for s in sequences if s.handle != NO_HANDLE], np.int64)
         for sequence in sequences:
             sequence.handle = NO_HANDLE
@@ -218,32 +229,38 @@ class Speculation:
         part of a pass is saved only where passes become fewer: while others wait, tokens of all sequences
         count alike; in the tail, those of the sequences that end last.
         """
-        if self._waiting:
+        if self._others_wait:
             return np.ones(len(slots))
         tokens_left = self._predict_left(slots)
-        last = np.exp((tokens_left - tokens_left.max()) / LAST)
-        return self._fixed * last * (len(slots) / last.sum()) + 1.0 - self._fixed
+        last_weights = np.exp((tokens_left - tokens_left.max()) / LAST)
+        return self._fixed * last_weights * (len(slots) / last_weights.sum()) + 1.0 - self._fixed
 
     def _predict_left(self, slots: np.ndarray) -> np.ndarray:
         """Predict the tokens that each sequence will still get; where unknown, the number that is allowed."""
         table = self._table
         length, limit, expected = table.length[slots], table.limit[slots], table.expected[slots]
         # for a sequence that is longer than its prediction: a quarter of its answer more
-        late = length + 1 + (length - table.prompt[slots]) // 4
-        return np.clip(np.where(expected > 0, np.maximum(expected, late), limit), length, limit) - length
+        min_length = length + 1 + (length - table.prompt[slots]) // 4
+        return (
+            np.clip(np.where(expected > 0, np.maximum(expected, min_length), limit), length, limit) - length
+        )
 
 
 def _compute_soft_max(values: np.ndarray) -> float:
+    """Return a smooth maximum of ``values``, at the temperature STRICT."""
     peak = float(values.max())
     return peak + STRICT * float(np.log(np.exp((values - peak) / STRICT).sum()))
 
 
-def afford(table: SequenceTable, cache: KVCache, slots: np.ndarray, drafts: Drafts) -> tuple[Drafts, int]:
-    """Allocate the blocks of drafts from free ones; nothing is preempted or evicted for a draft.
+def allocate_drafts(
+    table: SequenceTable, cache: KVCache, slots: np.ndarray, drafts: Drafts
+) -> tuple[Drafts, int]:
+    """Allocate blocks for drafts from free ones; nothing is preempted or evicted for a draft.
 
-    Returns the drafts that fit, and the number of draft tokens that do not.
+    Returns (the drafts without those that do not fit, the number of draft tokens that do not fit). A draft
+    fits whole or not at all.
     """
-    spare = cache.free
+    spare = cache.num_free
     needed = (table.length[slots] + drafts.counts + BLOCK - 1) // BLOCK - table.num_blocks[slots]
     is_dropped = np.zeros(len(slots), bool)
     for s in np.flatnonzero((needed > 0) & (drafts.counts > 0)).tolist():
@@ -252,7 +269,7 @@ def afford(table: SequenceTable, cache: KVCache, slots: np.ndarray, drafts: Draf
             continue
         spare -= int(needed[s])
         slot = int(slots[s])
-        table.at(slot).blocks.extend(cache.allocate() for _ in range(int(needed[s])))
+        table.get_sequence(slot).blocks.extend(cache.allocate() for _ in range(int(needed[s])))
         table.show_blocks(slot)
     if not is_dropped.any():
         return drafts, 0

@@ -76,18 +76,21 @@ def configure(
     work: Products | None = Products(),
     environ: MutableMapping[str, str] = os.environ,
 ) -> Threads:
-    """Choose, and write the choice into the environment that torch will read; a torch that is imported gets
-    the number.
+    """Choose, and write the choice into the environment that torch will read. A torch that is imported gets
+    the number of threads only.
 
     Arguments take precedence, then OMP_NUM_THREADS and OMP_WAIT_POLICY if the user has set them, then the
-    earlier measurement of ``work`` on this machine, then a measurement of some ten seconds. If the number of
-    threads is that of the earlier measurement, the wait policy is also that of the measurement, else passive;
-    on a busy machine it is always passive: two runs that both spin take five times as long. ``work`` None:
-    nothing is measured, because a GPU multiplies; a thread per core then.
+    earlier measurement of ``work`` on this machine, then a measurement of some ten seconds. The wait policy
+    of a measurement is used only with its number of threads; with another number, or on a busy machine, it
+    is passive: two runs that both spin take five times as long. GOMP_SPINCOUNT stays if the user has set it
+    and ``policy`` is "auto". ``work`` None: nothing is measured, because a GPU multiplies, and there is a
+    thread per core.
     """
     choice = _choose_threads(threads, policy, work, environ)
     if "torch" in sys.modules:
-        choice = _set_late(choice, spins="PASSIVE" not in environ.get("OMP_WAIT_POLICY", "").upper())
+        choice = _set_imported_torch(
+            choice, spins="PASSIVE" not in environ.get("OMP_WAIT_POLICY", "").upper()
+        )
     environ["OMP_NUM_THREADS"] = str(choice.count)
     environ["OMP_WAIT_POLICY"] = choice.policy.upper()
     if policy != "auto" or "GOMP_SPINCOUNT" not in environ:
@@ -95,14 +98,15 @@ def configure(
     return choice
 
 
-def _set_late(choice: Threads, *, spins: bool) -> Threads:
-    """Set the number of threads of the imported torch; of those that spin, no more than there are idle cores,
-    as threads that wait for a core take ten times as long."""
-    torch, measured = sys.modules["torch"], choice.source in ("cache", "measured")
-    if choice.source != "given":  # never more than the user has given torch
+def _set_imported_torch(choice: Threads, *, spins: bool) -> Threads:
+    """Set the number of threads of the imported torch, and return the choice with this number. It is never
+    more than torch has, unless it is given. If threads spin (``spins``) against a measured choice, there are
+    no more than idle cores, since threads that wait for a core take ten times as long."""
+    torch, is_measured = sys.modules["torch"], choice.source in ("cache", "measured")
+    if choice.source != "given":
         choice = replace(choice, count=min(choice.count, torch.get_num_threads()))
-    if spins and measured and choice.policy == "passive":
-        idle = round(logical_cores() * (1 - busy_share()))
+    if spins and is_measured and choice.policy == "passive":
+        idle = round(count_logical_cores() * (1 - measure_busy_share()))
         choice = replace(choice, count=max(1, min(choice.count, idle)))
     if spins and choice.count > 1 and choice.policy == "passive" and choice.source != "default":
         logger.warning(
@@ -119,88 +123,92 @@ def _choose_threads(
     work: Products | None,
     environ: MutableMapping[str, str],
 ) -> Threads:
+    """Choose as ``configure`` says, and measure if that is needed; the environment is only read."""
     set_count, set_policy = environ.get("OMP_NUM_THREADS", ""), environ.get("OMP_WAIT_POLICY", "").lower()
-    measurement = None if work is None else cached(work)
+    measurement = None if work is None else read_choice(work)
     if threads != "auto":
         choice = Threads(count=threads, policy="passive", source="given")
     elif set_count.isdecimal() and int(set_count) > 0:
         choice = Threads(count=int(set_count), policy="passive", source="environment")
     elif work is None:
-        choice = Threads(count=physical_cores(), policy="passive", source="default")
+        choice = Threads(count=count_physical_cores(), policy="passive", source="default")
     else:
         choice = measurement = measurement or measure(work)
     if measurement is not None and measurement.count == choice.count:  # its policy was timed with this count
         # asked twice: the load that is seen first may be short
-        busy = measurement.source == "cache" and is_busy() and is_busy()
-        spins = measurement.policy == "active" and not busy
-        choice = replace(choice, policy="active" if spins else "passive")
-    set_by_user = next((name for name in POLICIES if name == set_policy), choice.policy)
-    return replace(choice, policy=set_by_user if policy == "auto" else policy)
+        is_loaded = measurement.source == "cache" and is_busy() and is_busy()
+        may_spin = measurement.policy == "active" and not is_loaded
+        choice = replace(choice, policy="active" if may_spin else "passive")
+    user_policy = next((name for name in POLICIES if name == set_policy), choice.policy)
+    return replace(choice, policy=user_policy if policy == "auto" else policy)
 
 
-def cached(work: Products) -> Threads | None:
-    """Return the choice that was measured earlier on this machine, one of a busy machine only while it is
-    busy; None where there is none, or its file is not readable."""
-    choice, busy = read_cached(cache_file(work), _parse_cache) or (None, False)
-    return None if busy and not is_busy() else choice
+def read_choice(work: Products) -> Threads | None:
+    """Return the choice that was measured earlier on this machine. None if there is none, if its file is not
+    readable, or if it was measured while the machine was busy, and now it is not."""
+    choice, was_busy = read_cached(cache_file(work), _parse_cache) or (None, False)
+    return None if was_busy and not is_busy() else choice
 
 
 def _parse_cache(read: Any) -> tuple[Threads, bool]:
     """Convert a cache file to (choice, whether the machine was busy). Raises ValueError, TypeError or
     LookupError for contents that ``_write_cache`` never wrote."""
     count, policy = read["best"]["count"], read["best"]["policy"]
-    if type(count) is not int or not 1 <= count <= logical_cores() or policy not in SPINS:
-        raise ValueError(f"{count!r} threads with policy {policy!r}, of {logical_cores()} cores")
+    if type(count) is not int or not 1 <= count <= count_logical_cores() or policy not in SPINS:
+        raise ValueError(f"{count!r} threads with policy {policy!r}, of {count_logical_cores()} cores")
     return Threads(count=count, policy=policy, source="cache"), bool(read.get("busy"))
 
 
 def measure(work: Products) -> Threads:
-    """Time every candidate, return the fastest, and write it to the cache file. A result of a busy machine is
-    valid only while it is busy, and never replaces one of a quiet machine."""
-    counts = candidates(logical_cores(), physical_cores())
-    busy = is_busy()
-    when = "and again when the machine is no longer busy" if busy else "once on this machine"
-    logger.info(f"measuring threads for products of {work.model}, {when}")
+    """Time every candidate, write the fastest to the cache file, and return it; without any timing, return a
+    default. A result of a busy machine never replaces a valid one in the cache."""
+    counts = list_candidates(count_logical_cores(), count_physical_cores())
+    was_busy = is_busy()
+    schedule = "and again when the machine is no longer busy" if was_busy else "once on this machine"
+    logger.info(f"measuring threads for products of {work.model}, {schedule}")
     timings = [
         Timing(count=count, policy=policy, us_per_token=us)
         for policy in POLICIES
         for count, us in probe(work, policy, counts).items()
     ]
-    best = fastest(timings)
+    best = find_fastest(timings)
     if best is None:
-        return Threads(count=physical_cores(), policy="passive", source="default")
+        return Threads(count=count_physical_cores(), policy="passive", source="default")
     for timing in timings:
         us = f"{timing.us_per_token:,.0f} us per token" if timing.us_per_token else "failed"
         logger.info(
             f"  {timing.count:3d} threads {timing.policy:8s} {us}{' <- fastest' if timing is best else ''}"
         )
-    if not busy or cached(work) is None:
-        _write_cache(work, best, timings, busy)
+    if not was_busy or read_choice(work) is None:
+        _write_cache(work, best, timings, was_busy)
     return Threads(count=best.count, policy=best.policy, source="measured")
 
 
-def fastest(timings: list[Timing]) -> Timing | None:
-    """Return the fastest timing, with a handicap of SPIN_GAIN for spinning; None when every probe failed."""
-    done = {t: us * (SPIN_GAIN if t.policy == "active" else 1.0) for t in timings if (us := t.us_per_token)}
-    return min(done, key=done.__getitem__, default=None)
+def find_fastest(timings: list[Timing]) -> Timing | None:
+    """Return the fastest timing, where those of spinning count SPIN_GAIN times; None if every probe
+    failed."""
+    handicapped_us = {
+        t: us * (SPIN_GAIN if t.policy == "active" else 1.0) for t in timings if (us := t.us_per_token)
+    }
+    return min(handicapped_us, key=handicapped_us.__getitem__, default=None)
 
 
 def is_busy() -> bool:
-    """Return whether the cores have other work now, over a quarter of LOOK_S. The load average is of no use:
-    it includes an earlier run for minutes."""
-    return busy_share() > 0.25
+    """Observe the cores for LOOK_S, and return whether they work for over a quarter of it. The load average
+    is of no use: it includes an earlier run for minutes."""
+    return measure_busy_share() > 0.25
 
 
-def busy_share() -> float:
-    """Measure the share of LOOK_S in which our cores work, from 0 to 1; 0 where this is unknown."""
-    if (before := _spent()) is None:
+def measure_busy_share() -> float:
+    """Measure the share of LOOK_S in which our cores work, from 0 to 1; 0 if that is unknown."""
+    if (old_ticks := _read_ticks()) is None:
         return 0.0
     time.sleep(LOOK_S)
-    busy_ticks, idle_ticks = (b - a for a, b in zip(before, _spent() or before, strict=True))
+    busy_ticks, idle_ticks = (b - a for a, b in zip(old_ticks, _read_ticks() or old_ticks, strict=True))
     return busy_ticks / max(1, busy_ticks + idle_ticks)
 
 
-def _spent() -> tuple[int, int] | None:
+def _read_ticks() -> tuple[int, int] | None:
     """Return (busy ticks, idle ticks) of the cores that we may use; None where these are unknown."""
     try:
         lines = Path("/proc/stat").read_text(encoding="utf-8").splitlines()
@@ -212,14 +220,15 @@ def _spent() -> tuple[int, int] | None:
     return sum(sum(counts[:8]) for counts in ticks) - idle, idle
 
 
-def candidates(logical: int, physical: int) -> list[int]:
+def list_candidates(logical: int, physical: int) -> list[int]:
     """Return the numbers of threads to time: {1, physical/2, physical, logical}."""
     return sorted({1, max(1, physical // 2), physical, logical})
 
 
 def probe(work: Products, policy: Policy, counts: Sequence[int]) -> dict[int, float | None]:
-    """Measure microseconds per token for each number of threads, in a new process; None where that fails. A
-    single thread never waits, so it is timed under a single policy."""
+    """Measure microseconds per token for each number of threads, in a new process; None for all if that
+    fails. A single thread never waits, so it is timed under the passive policy only, and is not in the
+    result of the other."""
     counts = [count for count in counts if count > 1 or policy == "passive"]
     if not counts:
         return {}
@@ -228,13 +237,13 @@ def probe(work: Products, policy: Policy, counts: Sequence[int]) -> dict[int, fl
     environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # it must find the modules that this process finds
     command = [sys.executable, "-P", "-m", "ostinato.engine.products", json.dumps([asdict(work), counts])]
     try:
-        done = subprocess.run(command, env=environ, capture_output=True, timeout=PROBE_LIMIT_S, check=True)
-        return dict(zip(counts, map(float, json.loads(done.stdout.splitlines()[-1])), strict=True))
+        process = subprocess.run(command, env=environ, capture_output=True, timeout=PROBE_LIMIT_S, check=True)
+        return dict(zip(counts, map(float, json.loads(process.stdout.splitlines()[-1])), strict=True))
     except (OSError, ValueError, TypeError, IndexError, subprocess.SubprocessError):
         return dict.fromkeys(counts)
 
 
-def logical_cores() -> int:
+def count_logical_cores() -> int:
     """Count the CPUs that this process may use: its affinity, and the quota of its control group."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
@@ -244,12 +253,12 @@ def logical_cores() -> int:
         return cores
 
 
-def physical_cores() -> int:
+def count_physical_cores() -> int:
     """Count cores without hardware threads; the logical number where the system does not report them."""
     try:
         blocks = Path("/proc/cpuinfo").read_text(encoding="utf-8").strip().split("\n\n")
     except OSError:
-        return logical_cores()
+        return count_logical_cores()
     allowed = os.sched_getaffinity(0)
     fields = [
         {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in block.splitlines())}
@@ -260,7 +269,7 @@ def physical_cores() -> int:
         for cpu in fields
         if "core id" in cpu and int(cpu["processor"]) in allowed
     }
-    return min(len(cores), logical_cores()) or logical_cores()
+    return min(len(cores), count_logical_cores()) or count_logical_cores()
 
 
 def cache_file(work: Products) -> Path:
@@ -280,13 +289,21 @@ def fingerprint() -> str:
         torch_version = version("torch")
     except PackageNotFoundError:
         torch_version = "none"
-    facts = (platform.system(), platform.machine(), model, logical_cores(), physical_cores(), torch_version)
+    facts = (
+        platform.system(),
+        platform.machine(),
+        model,
+        count_logical_cores(),
+        count_physical_cores(),
+        torch_version,
+    )
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
 
 
-def _write_cache(work: Products, best: Timing, timings: list[Timing], busy: bool) -> None:
+def _write_cache(work: Products, best_timing: Timing, timings: list[Timing], busy: bool) -> None:
+    """Write the cache file; a failure is only a warning."""
     file = cache_file(work)
-    tree = {"best": asdict(best), "timings": [asdict(t) for t in timings], "busy": busy}
+    tree = {"best": asdict(best_timing), "timings": [asdict(t) for t in timings], "busy": busy}
     try:
         atomic_write(file, json.dumps(tree, indent=2))
     except OSError as error:  # a cache is a convenience: a read-only home only costs the next start

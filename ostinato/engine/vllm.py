@@ -32,10 +32,10 @@ import numpy as np
 
 from ostinato.engine.requests import Limits
 from ostinato.engine.serve import make_failed
-from ostinato.engine.vllm_answers import answer, choice_of, question, refuse
+from ostinato.engine.vllm_answers import check_vllm_request, convert_answer, make_question, parse_choice
 from ostinato.engine.vllm_policies import Policy, PolicyClient, write_policy
-from ostinato.engine.vllm_proof import Verdict, canary, prove
-from ostinato.engine.vllm_server import Reply, Server, Unreachable, check, post, vllm_lost
+from ostinato.engine.vllm_proof import Verdict, draw_canary, prove_policy
+from ostinato.engine.vllm_server import Reply, Server, Unreachable, check_server, make_vllm_lost, post
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters
 from ostinato.model.shapes import AdapterSpec
@@ -59,8 +59,9 @@ class VllmEngine:
     ``supports``: the server has to return the experts of tokens, and the ids that filters keep. ``slots``:
     requests that the server gets at once, 1 less than it takes. ``name`` is the worker's in the timeline.
 
-    Raises ValueError for a server that lacks a needed feature, WorkerLost where it cannot be reached or does
-    not apply a kind of adapter.
+    The server is started, and closed again if anything fails. Raises ValueError for a server that lacks a
+    needed feature, WorkerLost for one that cannot be reached, ignores a kind of adapter, or is above the
+    bound.
     """
 
     def __init__(
@@ -82,14 +83,14 @@ class VllmEngine:
         self._server, self._decoder, self._folder, self._decode = server, decoder, folder, decode
         self._probe = Request(tokens=probe, sampling=Sampling(max_tokens=PROOF_TOKENS), seed=(0,))
         self._bound, self._slots, self._timeline = bound, slots, _Timeline(name)
-        self._served, self._policy = PolicyClient(server, silence_s), Policy(version=0)
+        self._client, self._policy = PolicyClient(server, silence_s), Policy(version=0)
         self._verdict: Verdict | None = None
         self._gate: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
         try:
-            with self._name_loss("before any work"):
+            with self._raise_named_loss("before any work"):
                 server.start()
-                self._served.ask("POST", "/resume")  # an earlier client may have left it paused
-                self._facts = check(server.address, [0], server.key, routes=routes, supports=supports)
+                self._client.ask("POST", "/resume")  # an earlier client may have left it paused
+                self._facts = check_server(server.address, [0], server.key, routes=routes, supports=supports)
                 self._limits = Limits(
                     context=min(self._facts.context, decoder.config.max_positions),
                     vocab_size=decoder.config.vocab_size,
@@ -97,7 +98,7 @@ class VllmEngine:
                     has_text=decode is not None,
                     policies={"": 0},  # none by name
                 )
-            for adapters in (None if spec is None else canary(decoder, spec), None):
+            for adapters in (None if spec is None else draw_canary(decoder, spec), None):
                 self.publish(adapters, 0)
         except BaseException:  # no caller has the engine yet, so nothing else would close the server
             server.close()
@@ -105,79 +106,87 @@ class VllmEngine:
         self._timeline.started()
 
     @contextmanager
-    def _name_loss(self, when: str) -> Iterator[None]:
-        """Raises WorkerLost where the server is lost within the context, with the reason if it is known."""
+    def _raise_named_loss(self, occasion: str) -> Iterator[None]:
+        """Raise WorkerLost if the server is lost within the context, with the occasion and the reason if it
+        is known."""
         try:
             yield
-        except Unreachable as lost:
-            raise vllm_lost(f"vLLM was lost {when}: {lost}; {self._server.why()}") from lost
+        except Unreachable as error:
+            raise make_vllm_lost(f"vLLM was lost {occasion}: {error}; {self._server.why()}") from error
 
     # ---- the protocol
 
     def take_verdict(self) -> Verdict | None:
-        """Return the verdict on the newest policy that was published since the last call, or None."""
+        """Return the verdict on the newest policy and clear it; None if none was published since the last
+        call."""
         verdict, self._verdict = self._verdict, None
         return verdict
 
     @property
     def served(self) -> tuple[int, str]:
         """(version, fingerprint) that the server has served, by its last answer, publish or sign of life."""
-        version, _, mark = self._served.label.partition(":")
-        return int(version), "" if mark == "base" else mark
+        version, _, fingerprint = self._client.label.partition(":")
+        return int(version), "" if fingerprint == "base" else fingerprint
 
     @property
     def signs(self) -> int:
         """The number of signs of life: answers, and beats while requests run."""
-        return self._served.signs
+        return self._client.signs
 
     def publish(self, adapters: Adapters | None, version: int) -> None:
         """Serve ``adapters`` (None: the base) from the next pass on; requests in flight go on under them.
+        The policy is proved by an answer to the probe, and folders of older policies than the previous one
+        are deleted.
 
         A request that began on the base ends on it, and its tokens have that version. Raises NotFinite, and
-        the old policy stays; WorkerLost where the server refuses them, serves something else, or is lost.
+        the old policy stays; WorkerLost if the server refuses them, serves something else, or is lost.
         """
         old_policy, policy = self._policy, write_policy(adapters, version, self._folder, self._decoder.dtype)
-        with self._name_loss(f"when policy {policy.label} was published"):
-            self._served.install(policy)
+        with self._raise_named_loss(f"when policy {policy.label} was published"):
+            self._client.install(policy)
             self._policy = policy
-            reply = self._served.ask("POST", QUESTIONS, self._make_question(self._probe, policy))
+            reply = self._client.ask("POST", QUESTIONS, self._make_question(self._probe, policy))
             completion = self._make_completion(self._probe, policy, reply)
         if completion.error:
-            raise vllm_lost(f"vLLM did not answer under policy {policy.label}: {completion.error}")
-        self._verdict = prove(self._decoder, adapters, self._probe, completion, bound=self._bound)
-        for old in self._folder.glob("policy-*"):
-            if old not in (policy.folder, old_policy.folder):
-                shutil.rmtree(old, ignore_errors=True)
+            raise make_vllm_lost(f"vLLM did not answer under policy {policy.label}: {completion.error}")
+        self._verdict = prove_policy(self._decoder, adapters, self._probe, completion, bound=self._bound)
+        for old_folder in self._folder.glob("policy-*"):
+            if old_folder not in (policy.folder, old_policy.folder):
+                shutil.rmtree(old_folder, ignore_errors=True)
 
     @contextmanager
     def lend_memory(self) -> Iterator[None]:
-        """Free the server's memory for keys and values within the context, for a training step on its GPU; it
-        has no requests then. Weights, adapters and CUDA graphs stay. Raises WorkerLost."""
-        with self._name_loss("when it lent its keys and values"):
-            self._served.must("POST", "/pause?mode=abort&clear_cache=true")
-            self._served.must("POST", "/release_kv_cache_memory")
+        """Free the server's memory for keys and values within the context, for a training step on its GPU;
+        requests that it has are aborted. Weights, adapters and CUDA graphs stay. Raises WorkerLost."""
+        with self._raise_named_loss("when it lent its keys and values"):
+            self._client.require_reply("POST", "/pause?mode=abort&clear_cache=true")
+            self._client.require_reply("POST", "/release_kv_cache_memory")
         try:
             yield
         finally:
-            with self._name_loss("when it was woken"):
-                self._served.must("POST", "/wake_up?tags=kv_cache")
+            with self._raise_named_loss("when it was woken"):
+                self._client.require_reply("POST", "/wake_up?tags=kv_cache")
 
     async def generate(self, requests: Sequence[Request]) -> AsyncIterator[tuple[int, Completion]]:
-        """Yield (index, completion) as requests finish. Raises ValueError for requests that never fit, and
-        WorkerLost."""
+        """Yield (index, completion) as requests finish; those that the caller does not await any more are
+        cancelled. Raises ValueError for a request that never fits or that vLLM refuses, and WorkerLost."""
         for request in requests:
-            refuse(request, self._limits)
+            check_vllm_request(request, self._limits)
         gate = self._find_gate()
-        waiting = {asyncio.create_task(self._answer(gate, index, r)) for index, r in enumerate(requests)}
+        waiting = {
+            asyncio.create_task(self._answer_request(gate, index, r)) for index, r in enumerate(requests)
+        }
         watch = asyncio.create_task(self._watch())
         self._timeline.run(1)
         try:
-            with self._name_loss("while it had requests"):
+            with self._raise_named_loss("while it had requests"):
                 while waiting:
-                    done, _ = await asyncio.wait({*waiting, watch}, return_when=asyncio.FIRST_COMPLETED)
-                    if watch in done:
+                    ended_tasks, _ = await asyncio.wait(
+                        {*waiting, watch}, return_when=asyncio.FIRST_COMPLETED
+                    )
+                    if watch in ended_tasks:
                         watch.result()  # raises
-                    for task in waiting & done:
+                    for task in waiting & ended_tasks:
                         waiting.discard(task)
                         yield task.result()
         finally:
@@ -188,7 +197,8 @@ class VllmEngine:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def take_spans(self) -> list[Span]:
-        """Return spans; see ``protocols.Timed``. Of a server it is only known when it has requests."""
+        """Return and clear the spans; see ``protocols.Timed``. Of a server it is only known when it has
+        requests."""
         return self._timeline.take()
 
     def close(self) -> None:
@@ -197,72 +207,80 @@ class VllmEngine:
 
     # ---- requests
 
-    async def _answer(self, gate: asyncio.Semaphore, index: int, request: Request) -> tuple[int, Completion]:
+    async def _answer_request(
+        self, gate: asyncio.Semaphore, index: int, request: Request
+    ) -> tuple[int, Completion]:
+        """Send a request as soon as the gate allows, under the policy of that time; return its answer."""
         async with gate:
             policy, server = self._policy, self._server
             reply = await post(
                 server.address, QUESTIONS, self._make_question(request, policy), key=server.key
             )
             if reply.status >= 500:  # an error of this request, or of a dying server: then ``beat`` raises
-                await asyncio.to_thread(self._served.beat)
+                await asyncio.to_thread(self._client.beat)
             completion = self._make_completion(request, policy, reply)
-            self._served.signs += 1
+            self._client.signs += 1
             return index, completion
 
     def _make_question(self, request: Request, policy: Policy) -> dict[str, Any]:
         name, seeded = policy.name(self._facts.base), self._facts.seeds
-        return question(request, name, policy.label, self._limits.context, seeded=seeded)
+        return make_question(request, name, policy.label, self._limits.context, seeded=seeded)
 
     def _make_completion(self, request: Request, policy: Policy, reply: Reply) -> Completion:
-        """Convert the answer of a living server; raises as ``choice_of`` and ``PolicyClient.versions``."""
+        """Convert the answer of a living server; a reply of 500 or more becomes an ERROR. Raises as
+        ``parse_choice`` and ``PolicyClient.versions``."""
         if reply.status >= 500:
             return make_failed(f"vLLM answered {reply.error}")
-        choice, cached = choice_of(reply, request, policy.name(self._facts.base))
-        versions, moe = self._served.versions(policy, choice), self._decoder.config.moe
+        choice, cached = parse_choice(reply, request, policy.name(self._facts.base))
+        versions, moe = self._client.versions(policy, choice), self._decoder.config.moe
         experts = None if moe is None else moe.num_experts
-        return answer(request, choice, versions, self._decode, cached=cached, num_experts=experts)
+        return convert_answer(request, choice, versions, self._decode, cached=cached, num_experts=experts)
 
     def _find_gate(self) -> asyncio.Semaphore:
-        """Return the semaphore that limits the requests of all calls in this event loop."""
+        """Return the semaphore that limits the requests of all calls in this event loop; a new loop gets a
+        new one."""
         loop = asyncio.get_running_loop()
         if self._gate is None or self._gate[0] is not loop:
             self._gate = loop, asyncio.Semaphore(self._slots)
         return self._gate[1]
 
     async def _watch(self) -> None:
-        """Beat until that raises Unreachable; in a thread, since the event loop may be blocked for longer
-        than the server may be silent."""
+        """Ask for a sign of life after every BEAT_S without one. Raises Unreachable as ``beat`` does. It
+        asks in a thread, since the event loop may be blocked for longer than the server may be silent."""
         while True:
-            old_signs = self._served.signs
+            old_signs = self._client.signs
             await asyncio.sleep(BEAT_S)
-            if self._served.signs == old_signs:
-                await asyncio.to_thread(self._served.beat)
+            if self._client.signs == old_signs:
+                await asyncio.to_thread(self._client.beat)
 
 
 class _Timeline:
     """Spans of the start of the server, and of the times when it had requests."""
 
     def __init__(self, worker: str) -> None:
-        self._worker, self._since, self._calls = worker, time.time(), 0
+        self._worker, self._start, self._calls = worker, time.time(), 0
         self._spans: list[Span] = []
 
     def started(self) -> None:
         self._end(Kind.START)
 
     def run(self, calls: int) -> None:
-        """Add ``calls`` (negative: subtract) to the calls that are running."""
+        """Add ``calls`` (negative: subtract) to the calls that are running. If there were any, the time
+        until now becomes a span."""
         if self._calls:
             self._end(Kind.DECODE)
-        self._since, self._calls = time.time(), self._calls + calls
+        self._start, self._calls = time.time(), self._calls + calls
 
     def take(self) -> list[Span]:
+        """Return the spans up to now, and clear them."""
         self.run(0)
         spans, self._spans = self._spans, []
         return spans
 
     def _end(self, kind: Kind) -> None:
+        """Append the span that ends now, joined to the last one if that is of the same kind and adjacent."""
         last_span, stop = self._spans[-1] if self._spans else None, time.time()
-        if last_span is not None and last_span.kind == kind and last_span.stop == self._since:
+        if last_span is not None and last_span.kind == kind and last_span.stop == self._start:
             self._spans.pop()
-            self._since = last_span.start
-        self._spans.append(Span(worker=self._worker, kind=kind, start=self._since, stop=stop))
+            self._start = last_span.start
+        self._spans.append(Span(worker=self._worker, kind=kind, start=self._start, stop=stop))

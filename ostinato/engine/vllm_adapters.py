@@ -51,8 +51,9 @@ def write_adapters(adapters: Adapters, folder: Path, dtype: torch.dtype) -> None
     atomic_write(folder / CONFIG, (json.dumps(config, indent=2) + "\n").encode())
 
 
-def experts_of(config: ModelConfig, spec: AdapterSpec) -> list[str]:
-    """Return the adapted maps of experts. Raises ValueError for a part of those that vLLM takes together."""
+def list_expert_kinds(config: ModelConfig, spec: AdapterSpec) -> list[str]:
+    """Return the adapted maps of experts, such as "experts.gate". Raises ValueError if only some of gate, up
+    and down are adapted, which vLLM takes together."""
     kinds = dict.fromkeys(name.split(".", 2)[2] for name in adapter_shapes(config, spec))
     experts = [kind for kind in kinds if kind.startswith("experts.")]
     if experts and len(experts) < len(STACKED):
@@ -64,7 +65,8 @@ def experts_of(config: ModelConfig, spec: AdapterSpec) -> list[str]:
 
 
 def _iterate_modules(adapters: Adapters) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
-    """Yield (module as vLLM names it, (A, B))."""
+    """Yield (module as vLLM names it, (A, B)); B of experts is scaled to the alpha / r that all maps
+    share."""
     spec, model_type = adapters.spec, adapters.config.model_type
     for name, (a, b) in adapters.tensors.items():
         module = hf_module(name, model_type)

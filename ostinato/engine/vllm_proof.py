@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from ostinato.algo.offpolicy import kl_k3
-from ostinato.engine.vllm_server import vllm_lost
+from ostinato.engine.vllm_server import make_vllm_lost
 from ostinato.model.attention import CausalAttention
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters, init_adapters
@@ -44,7 +44,7 @@ class Verdict:
     tokens: int
 
 
-def canary(decoder: Decoder, spec: AdapterSpec) -> Adapters:
+def draw_canary(decoder: Decoder, spec: AdapterSpec) -> Adapters:
     """Draw adapters of every kind in ``spec`` whose update has EFFECT of each weight's norm."""
     adapters, linears = (
         init_adapters(decoder.config, spec, seed=1, device=decoder.device),
@@ -61,7 +61,7 @@ def canary(decoder: Decoder, spec: AdapterSpec) -> Adapters:
     return adapters
 
 
-def prove(
+def prove_policy(
     decoder: Decoder,
     adapters: Adapters | None,
     request: Request,
@@ -70,20 +70,21 @@ def prove(
     bound: float,
 ) -> Verdict:
     """Compare the answer, sampled at a temperature above 0 by a single policy, with our decoder under
-    ``adapters``. Raises WorkerLost naming a kind of adapter that is not applied, or a k3 above ``bound``."""
+    ``adapters``. Raises WorkerLost if a kind of adapter is not applied, which it names, or if k3 is above
+    ``bound``."""
     version = int(completion.versions[0])
-    theirs = torch.from_numpy(completion.logprobs).double()
-    ours = _score_tokens(decoder, adapters, request, completion.tokens)
-    for kind in kinds(adapters):
+    server_logprobs = torch.from_numpy(completion.logprobs).double()
+    own_logprobs = _score_tokens(decoder, adapters, request, completion.tokens)
+    for kind in list_kinds(adapters):
         without = _score_tokens(decoder, _drop_kind(adapters, kind), request, completion.tokens)
-        if is_ignored(theirs, ours, without):
-            raise vllm_lost(
+        if is_ignored(server_logprobs, own_logprobs, without):
+            raise make_vllm_lost(
                 f"vLLM does not apply the adapters of {kind}: policy {version} is refused; leave them out "
                 "of adapter.targets"
             )
-    k3 = kl_k3(ours - theirs).numpy()
+    k3 = kl_k3(own_logprobs - server_logprobs).numpy()
     if is_above(k3, bound):
-        raise vllm_lost(
+        raise make_vllm_lost(
             f"vLLM is not the policy that is trained: k3 is {k3.mean():.3g} for policy {version} on "
             f"{len(k3)} tokens, and {bound:g} is the bound; compare model and dtype"
         )
@@ -91,14 +92,15 @@ def prove(
 
 
 def is_above(k3: np.ndarray, bound: float) -> bool:
-    """Return whether the mean of k3 ([T], of tokens) is above ``bound`` by ERRORS standard errors."""
+    """Return whether the mean of k3 ([T], of tokens) is above ``bound`` by ERRORS standard errors; never for
+    a single token."""
     error = float(k3.std(ddof=1)) / math.sqrt(len(k3)) if len(k3) > 1 else math.inf
     return float(k3.mean()) - ERRORS * error > bound
 
 
 def is_ignored(theirs: torch.Tensor, ours: torch.Tensor, without: torch.Tensor) -> bool:
     """Return whether ``theirs`` ([T] log-probabilities) are those ``without`` a kind of adapter and not
-    ``ours`` with it, by CERTAIN standard errors."""
+    ``ours`` with it, by CERTAIN standard errors; False if the kind has no effect."""
     effect, difference = ours - without, theirs - without
     size = float(effect.norm())
     if size == 0.0:
@@ -109,8 +111,9 @@ def is_ignored(theirs: torch.Tensor, ours: torch.Tensor, without: torch.Tensor) 
     return share + CERTAIN * error < 0.5
 
 
-def kinds(adapters: Adapters | None) -> Mapping[str, None]:
-    """Return the kinds with factors that are not zero, such as "attn.q" and "experts.down", in order."""
+def list_kinds(adapters: Adapters | None) -> Mapping[str, None]:
+    """Return the kinds with a B that is not zero, such as "attn.q" and "experts.down", in order and without
+    values."""
     pairs = adapters.tensors.items() if adapters is not None else ()
     return dict.fromkeys(name.split(".", 2)[2] for name, (_, b) in pairs if bool(b.any()))
 

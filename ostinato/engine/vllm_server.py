@@ -49,14 +49,15 @@ class Reply:
         return f"{self.status}: {' '.join(str(message).split())[:400]}"
 
 
-def host_and_port(address: str) -> tuple[str, int]:
-    """Split an address into (host, port). Raises ValueError for what is no address of a server."""
+def parse_address(address: str) -> tuple[str, int]:
+    """Split an address into (host, port), 80 if it names none. Raises ValueError for what is no address of a
+    server."""
     try:
-        parts = urlsplit(address)
-        host, port = parts.hostname, parts.port
+        url = urlsplit(address)
+        host, port = url.hostname, url.port
     except ValueError:
-        host, port, parts = None, None, urlsplit("")
-    if parts.scheme != "http" or not host or parts.path not in ("", "/"):
+        host, port, url = None, None, urlsplit("")
+    if url.scheme != "http" or not host or url.path not in ("", "/"):
         raise ValueError(f'engine.address is {address!r}; give it as "http://host:8000"')
     return host, port or 80
 
@@ -85,10 +86,12 @@ async def post(address: str, path: str, body: Any, *, key: str = "") -> Reply:
 
 
 def _make_headers(key: str) -> dict[str, str]:
+    """Return the headers of a request: a connection of its own, and the ``key`` if there is one."""
     return {"Connection": "close"} | ({"Authorization": f"Bearer {key}"} if key else {})
 
 
 def _parse_reply(response: httpx2.Response) -> Reply:
+    """Convert a response; a body that is not JSON stays text, an empty one is None."""
     try:
         return Reply(status=response.status_code, body=response.json() if response.content else None)
     except ValueError:
@@ -105,7 +108,7 @@ CALL_S = 60.0  # limit for requests that take milliseconds
 TAIL_LINES = 6  # last lines of its log in an error
 
 
-def vllm_lost(sentence: str) -> WorkerLost:
+def make_vllm_lost(sentence: str) -> WorkerLost:
     """Make the error of a server that has not started, has ended, is silent, or serves another policy."""
     return WorkerLost(WorkerKind.VLLM, sentence, final=True)
 
@@ -151,7 +154,8 @@ class Serve:
     args: Sequence[str] = ()
 
     def command(self, port: int) -> list[str]:
-        """Return the command line. Raises ValueError for a rank that is too large for vLLM."""
+        """Return the command line for a server at ``port``. Raises ValueError for a rank that is too large
+        for vLLM."""
         max_rank = next((rank for rank in RANKS if rank >= self.rank), None)
         if max_rank is None:
             raise ValueError(f"adapter.rank is {self.rank}; vLLM takes adapters up to rank {RANKS[-1]}")
@@ -181,9 +185,10 @@ class Serve:
         return [self.python, "-m", "vllm.entrypoints.openai.api_server", *pairs, *flags, *self.args]
 
 
-def environment(environ: Mapping[str, str], key: str) -> dict[str, str]:
-    """Return the environment of vLLM: its endpoints for training, the ``key`` that it requires, our worker
-    extension, and the threads that were chosen for this process."""
+def make_environment(environ: Mapping[str, str], key: str) -> dict[str, str]:
+    """Return ``environ`` with what vLLM needs: its endpoints for training, the ``key`` that it requires, and
+    our worker extension. Values of the user take precedence for the binding of threads and for usage
+    statistics."""
     package = str(Path(__file__).parents[2])
     defaults = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
     required = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", KEY: key}
@@ -192,23 +197,25 @@ def environment(environ: Mapping[str, str], key: str) -> dict[str, str]:
 
 
 class VllmChild:
-    """A server that is started here. ``log`` gets its output; ``key``: its API key, empty: a random one."""
+    """A server that is started here. ``log`` receives its output; ``key``: its API key, empty: a random one.
+    Raises ValueError as ``Serve.command`` does."""
 
     def __init__(self, serve: Serve, log: Path, *, start_s: float = 300.0, key: str = "") -> None:
         serve.command(0)
         self.key = key or secrets.token_hex(32)
         self._serve, self._log, self._start_s = serve, log, start_s
-        self._guard: Child | None = None
+        self._guard_process: Child | None = None
         self.address = ""
 
     def start(self) -> None:
-        """Start the server and wait for it. Raises WorkerLost after ``start_s``, or when it ends."""
+        """Start the server at a free port, and wait until it is healthy. Raises WorkerLost after
+        ``start_s``, or when it ends; then, as after any error, it is closed."""
         port = _find_free_port()
         self.address = f"http://127.0.0.1:{port}"
         self._log.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-P", guard.__file__, *self._serve.command(port)]
-        environ = environment(os.environ, self.key)
-        self._guard = Child(command, log=self._log, lifeline=True, environ=environ)
+        environ = make_environment(os.environ, self.key)
+        self._guard_process = Child(command, log=self._log, lifeline=True, environ=environ)
         try:
             self._wait_until_ready(time.monotonic() + self._start_s)
         except BaseException:  # Ctrl-C too: the server has its own session and would go on
@@ -217,10 +224,10 @@ class VllmChild:
 
     def _wait_until_ready(self, deadline: float) -> None:
         while not is_healthy(self.address, self.key):
-            if self._guard is None or self._guard.describe_end():
-                raise vllm_lost(f"vLLM did not start: {self.why()}")
+            if self._guard_process is None or self._guard_process.describe_end():
+                raise make_vllm_lost(f"vLLM did not start: {self.why()}")
             if time.monotonic() > deadline:
-                raise vllm_lost(f"vLLM was not ready after {self._start_s:g} s: {self.why()}")
+                raise make_vllm_lost(f"vLLM was not ready after {self._start_s:g} s: {self.why()}")
             time.sleep(POLL_S)
 
     def why(self) -> str:
@@ -228,16 +235,17 @@ class VllmChild:
 
     def close(self) -> None:
         """End the server and its children; gracefully first, since it has files in shared memory."""
-        child, self._guard = self._guard, None
-        if child is not None:
-            child.close(guard.GRACE_S + 2)
+        guard_process, self._guard_process = self._guard_process, None
+        if guard_process is not None:
+            guard_process.close(guard.GRACE_S + 2)
 
 
 class VllmAt:
-    """A server that others run; ``key``: the key that it requires, if any."""
+    """A server that others run; ``key``: the key that it requires, if any. Raises ValueError for an address
+    that is none."""
 
     def __init__(self, address: str, *, start_s: float = 300.0, key: str = "") -> None:
-        host_and_port(address)
+        parse_address(address)
         self.key = key
         self.address, self._start_s = address.rstrip("/"), start_s
 
@@ -246,7 +254,7 @@ class VllmAt:
         deadline = time.monotonic() + self._start_s
         while not is_healthy(self.address, self.key):
             if time.monotonic() > deadline:
-                raise vllm_lost(f"vLLM at {self.address} was not ready in {self._start_s:g} s")
+                raise make_vllm_lost(f"vLLM at {self.address} was not ready in {self._start_s:g} s")
             time.sleep(POLL_S)
 
     def why(self) -> str:
@@ -268,14 +276,14 @@ class Facts:
     seeds: bool  # requests can be seeded: on a CPU, vLLM 0.32 dies of a seeded prompt that takes two passes
 
 
-def check(
+def check_server(
     address: str, prompt: Sequence[int], key: str = "", *, routes: bool = False, supports: bool = False
 ) -> Facts:
-    """Check a server and return its facts. Raises ValueError naming a missing feature and how the server must
-    be started to have it, and Unreachable. ``prompt``: any of a token or more; ``key``: the server's;
-    ``routes`` and ``supports``: these have to be returned."""
+    """Check a server and return its facts. Raises ValueError naming a missing feature and how the server
+    must be started to have it, and Unreachable. A token is sampled after ``prompt``, any of a token or more.
+    ``key``: the server's; ``routes`` and ``supports``: the server has to return these."""
 
-    def must(condition: bool, what: str, fix: str) -> None:
+    def require(condition: bool, what: str, fix: str) -> None:
         if not condition:
             raise ValueError(f"vLLM at {address} {what}; start it with {fix}")
 
@@ -284,19 +292,19 @@ def check(
         return reply.status, reply.body
 
     status, answer = ask("GET", "/v1/models")
-    must(status != 401, "requires another key", f"the {KEY} of this process, or set that to the server's")
-    must(status == 200, f"answers GET /v1/models with {status}", "vllm serve, 0.32 or newer")
+    require(status != 401, "requires another key", f"the {KEY} of this process, or set that to the server's")
+    require(status == 200, f"answers GET /v1/models with {status}", "vllm serve, 0.32 or newer")
     model = next(card for card in answer["data"] if not card.get("parent"))
     status, _ = ask("GET", "/weight_info")
-    must(
+    require(
         status == 200, "has no /weight_info", "VLLM_SERVER_DEV_MODE=1 in its environment (vLLM 0.32 or newer)"
     )
     status, _ = ask("POST", "/v1/load_lora_adapter", {})  # incomplete: 400 where the path exists
-    must(
+    require(
         status == 400, "loads no adapters at run time", "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora"
     )
     status, device = ask("POST", "/collective_rpc", {"method": "ostinato_device"})
-    must(
+    require(
         status == 200,
         "does not have our worker extension",
         f"--worker-extension-cls {EXTENSION}, on its PYTHONPATH",
@@ -304,15 +312,15 @@ def check(
     sampling = {"max_tokens": 1, "logprobs": 0, "top_k": 1, "temperature": 1.0}
     body = {"model": model["id"], "token_ids": list(prompt), "sampling_params": sampling}
     status, answer = ask("POST", "/inference/v1/generate", body)
-    must(status != 403, "gives no tokens for tokens", "--enable-scale-out")
-    must(status == 200, f"answers /inference/v1/generate with {status}", "vLLM 0.32 or newer")
+    require(status != 403, "gives no tokens for tokens", "--enable-scale-out")
+    require(status == 200, f"answers /inference/v1/generate with {status}", "vLLM 0.32 or newer")
     choice = answer["choices"][0]
-    must(bool(choice.get("weight_versions")), "does not label who sampled a token", "vLLM 0.32 or newer")
+    require(bool(choice.get("weight_versions")), "does not label who sampled a token", "vLLM 0.32 or newer")
     has_routes, has_supports = (choice.get(name) is not None for name in ("routed_experts", "sampling_mask"))
-    must(has_routes or not routes, "returns no routed experts", f"{ROUTES}, on a GPU")
-    must(has_supports or not supports, "does not return what filters leave", f"{SUPPORTS}, on a GPU")
+    require(has_routes or not routes, "returns no routed experts", f"{ROUTES}, on a GPU")
+    require(has_supports or not supports, "does not return what filters leave", f"{SUPPORTS}, on a GPU")
     logprob = choice["logprobs"]["content"][0]["logprob"]  # of the only token that top_k = 1 keeps
-    must(
+    require(
         abs(logprob) < 1e-6, "returns log-probabilities before filters", "--logprobs-mode processed_logprobs"
     )
     return Facts(base=model["id"], context=int(model["max_model_len"]), seeds="cpu" not in device["results"])

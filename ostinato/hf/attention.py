@@ -18,7 +18,7 @@ from ostinato.model.packed import PackedAttention, attend_all_pairs
 NAME = "ostinato_packed"  # of the function in transformers' registry
 
 
-def attention(
+def compute_attention(
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
@@ -30,9 +30,10 @@ def attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **ignored: Any,
+    **other_options: Any,
 ) -> tuple[Tensor, None]:
-    """query [1, H, T, D], key and value [1, Hkv, T, D] -> [1, T, H, D], as transformers calls it."""
+    """Attend from query [1, H, T, D] to key and value [1, Hkv, T, D] as transformers calls it; return ([1,
+    T, H, D], None). ``attention_mask`` is not used, since ``attend`` has the segments."""
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     if softcap is None and s_aux is None:

@@ -49,21 +49,23 @@ class Site:
         return self.name if self.experts is None else self.name.rpartition(".")[0]
 
     def is_targeted(self, targets: Sequence[str]) -> bool:
-        """Whether targets of ``AdapterSpec`` name it: its role, or its role and the last part of its name."""
+        """Return whether one of the targets of ``AdapterSpec`` is its role, or its role and the last part of
+        its name, with or without "_proj"."""
         leaf = self.name.rpartition(".")[2]
         names = {self.role, f"{self.role}.{leaf}", f"{self.role}.{leaf.removesuffix('_proj')}"}
         return not names.isdisjoint(targets)
 
 
 def find_sites(model: nn.Module) -> tuple[Site, ...]:
-    """Find all places in the layers of the language model, in the model's order."""
+    """Return all places in the layers of the language model, in the model's order. Places of other inputs,
+    and outputs of Mamba, are left out."""
     sites = list[Site]()
     for name, module in model.named_modules():
         if not _LAYER.search(f"{name}.") or _OTHER_INPUTS.search(name):
             continue
         if isinstance(module, nn.Linear) and not _is_mamba_output(model, name):
             outputs, inputs = module.weight.shape
-            sites.append(Site(name=name, role=role_of(name), outputs=outputs, inputs=inputs))
+            sites.append(Site(name=name, role=find_role(name), outputs=outputs, inputs=inputs))
             continue
         is_transposed = bool(getattr(module, "is_transposed", False))
         for parameter, weight in module.named_parameters(recurse=False):
@@ -84,15 +86,15 @@ def find_sites(model: nn.Module) -> tuple[Site, ...]:
 
 
 def _is_mamba_output(model: nn.Module, name: str) -> bool:
-    """Whether this is the last product of a Mamba layer. Its kernels take the weight without calling the
-    module, and PEFT refuses it."""
+    """Return whether this is the last product of a Mamba layer. Its kernels take the weight without calling
+    the module, and PEFT refuses it."""
     parent, _, leaf = name.rpartition(".")
     kind = type(model.get_submodule(parent)).__name__.lower()
     return leaf == "out_proj" and ("mamba" in kind or "mixer" in kind)
 
 
-def role_of(name: str) -> str:
-    """The role, of ROLES, of a module by its name."""
+def find_role(name: str) -> str:
+    """Return the role, of ROLES, of a module by its name."""
     leaf = name.rpartition(".")[2]
     if leaf in ("gate", "router", "shared_expert_gate", "wg") or ".router" in name:
         return "router"
@@ -109,15 +111,15 @@ class ModuleAdapters(Adapters):
     config: Any  # tuple[Site, ...]
 
     def scale(self, name: str) -> float:
-        """alpha / r, with the rank r of these factors."""
+        """Return alpha / r, with the rank r of these factors."""
         return self.spec.alpha / self.tensors[name][0].shape[-2]
 
     def copy_of(self, leaves: Mapping[str, Tensor], config: Any) -> Adapters:
-        """See ``Adapters``; the sites stay those of these factors."""
+        """Copy as ``Adapters`` does, with the sites of these factors; ``config`` is not used."""
         return super().copy_of(leaves, self.config)
 
     def prepare(self, dtype: torch.dtype) -> PreparedSites:  # type: ignore[override]
-        """The factors in the dtype that a forward uses."""
+        """Return the factors in the dtype that a forward uses."""
         return PreparedSites(
             {name: Lora(a.to(dtype), b.to(dtype), self.scale(name)) for name, (a, b) in self.tensors.items()}
         )
@@ -130,10 +132,11 @@ class PreparedSites:
     at: Mapping[str, Lora]
 
     def prepare(self, dtype: torch.dtype) -> PreparedSites:
+        """Return itself: it is prepared already."""
         return self
 
     def map_factors(self, change: Callable[[Tensor], Tensor]) -> PreparedSites:
-        """The same factors, each replaced by ``change(factor)``."""
+        """Return the same factors, each replaced by ``change(factor)``."""
         return PreparedSites(
             {name: Lora(change(lora.a), change(lora.b), lora.scale) for name, lora in self.at.items()}
         )
@@ -142,7 +145,8 @@ class PreparedSites:
 def init_sites(
     sites: Sequence[Site], spec: AdapterSpec, seed: int, device: torch.device | str
 ) -> ModuleAdapters:
-    """Fresh factors, drawn on the CPU as in ``model.lora.init_adapters``, so that the policy is the base.
+    """Draw new factors on the CPU, as ``model.lora.init_adapters`` does, for the sites that are targeted. B
+    is zero, so that the policy is the base.
 
     Raises ValueError if a target that is no role names no place, or if no place is left.
     """
@@ -168,7 +172,8 @@ def init_sites(
 
 
 def write_folder(adapters: ModuleAdapters, folder: Path, base_name: str) -> None:
-    """Write a folder for ``peft.PeftModel.from_pretrained(model, folder)``, in float32, so without loss."""
+    """Write a folder for ``peft.PeftModel.from_pretrained(model, folder)``, in float32, so without loss. The
+    folder is created if needed, and its old files are replaced."""
     tensors = {}
     for site, module in _nest_modules(adapters.config):
         a, b = (factor.detach() for factor in adapters.tensors[site.name])
@@ -205,8 +210,10 @@ def write_folder(adapters: ModuleAdapters, folder: Path, base_name: str) -> None
 
 
 def read_folder(folder: Path, sites: Sequence[Site], device: torch.device | str) -> ModuleAdapters:
-    """Read an adapter that PEFT, or ``write_folder``, wrote for a model with these sites. Raises ValueError,
-    naming what is not supported, if it would compute another function here."""
+    """Read an adapter that PEFT, or ``write_folder``, wrote for a model with these sites. Factors are scaled
+    where PEFT's alpha / r is another one. Raises ValueError, naming the cause, for a folder without a
+    config, half of a pair, other sizes, maps that are no sites, or settings that compute another function
+    here."""
     if not (folder / CONFIG).is_file():
         raise ValueError(f"adapter {folder} has no {CONFIG}; give the folder of a PEFT adapter")
     settings, pairs = read_settings(folder), read_pairs(folder)
@@ -242,17 +249,21 @@ def read_folder(folder: Path, sites: Sequence[Site], device: torch.device | str)
 
 
 def _nest_modules(sites: Sequence[Site]) -> Iterator[tuple[Site, str]]:
-    """(site, name of its module in PEFT): PEFT nests the wrappers of several parameters of a module, the
-    first innermost."""
+    """Yield (site, name of its module in PEFT). PEFT nests the wrappers of several parameters of a module,
+    the first one innermost."""
     for site in sites:
         if site.experts is None:
             yield site, site.name
             continue
-        names = [other.name for other in sites if other.experts is not None and other.module == site.module]
+        names = [
+            other_site.name
+            for other_site in sites
+            if other_site.experts is not None and other_site.module == site.module
+        ]
         depth = len(names) - 1 - names.index(site.name)
         yield site, site.module + ".base_layer" * depth
 
 
 def _is_adapted(site: Site, settings: Mapping[str, Any]) -> bool:
-    """Whether the ``target_parameters`` of PEFT name this parameter of experts."""
+    """Return whether the ``target_parameters`` of PEFT name this parameter of experts."""
     return any(site.name.endswith(target) for target in settings.get("target_parameters") or ())

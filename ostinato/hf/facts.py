@@ -75,7 +75,8 @@ class ModelFacts:
 
 
 def _read_number(config: Any, *names: str, default: int) -> int:
-    """The value of the first of these keys that is a positive integer."""
+    """Return the value of the first of these keys that is a positive integer, by the first layer if layers
+    differ; else ``default``."""
     for name in names:
         try:
             value = getattr(config, name, None)
@@ -94,27 +95,28 @@ def count_flops(
     recompute: bool = False,
     entropy_gradient: bool = False,
 ) -> FlopModel:
-    """FLOPs of the linear maps by name, of top_k experts, of all pairs of attention, and of the head.
+    """Compute the FLOPs of the linear maps by name, of top_k experts, of all pairs of attention, and of the
+    head.
 
     Other products of a recurrence are not counted, and backward is assumed to go through every layer.
     """
     share = facts.moe.top_k / facts.moe.num_experts if facts.moe else 1.0
     parts = {part: Rates() for part in Part}
-    factors = 0.0
+    factor_rate = 0.0
     for site in sites:
         num_used = (site.experts or 1) * share if site.role == "experts" else 1.0
         product = 2.0 * site.inputs * site.outputs * num_used
         parts[_PARTS.get(site.role, Part.EXPERTS)] += Rates(tokens=product)
         if adapter is not None and site.is_targeted(adapter.targets):
             rank = (adapter.expert_rank or adapter.rank) if site.role == "experts" else adapter.rank
-            factors += 2.0 * rank * (site.inputs + site.outputs) * num_used
+            factor_rate += 2.0 * rank * (site.inputs + site.outputs) * num_used
     attention = 4.0 * facts.num_heads * facts.head_dim * facts.num_layers
     parts[Part.ATTENTION] += Rates(pairs=attention)
-    frozen = sum((rates.tokens for rates in parts.values()), 0.0)
-    parts[Part.LORA] = Rates(tokens=factors)
+    frozen_rate = sum((rates.tokens for rates in parts.values()), 0.0)
+    parts[Part.LORA] = Rates(tokens=factor_rate)
     head = 2.0 * facts.vocab_size * facts.hidden_size
-    recomputation = Rates(tokens=frozen + factors, pairs=attention) if recompute else Rates()
-    backward = Rates(tokens=frozen + 2 * factors, pairs=2.5 * attention) + recomputation
+    recomputation = Rates(tokens=frozen_rate + factor_rate, pairs=attention) if recompute else Rates()
+    backward = Rates(tokens=frozen_rate + 2 * factor_rate, pairs=2.5 * attention) + recomputation
     parts[Part.HEAD] = Rates(logits=head)
-    products = 3 if adapter is None else 1 + entropy_gradient
-    return FlopModel(parts=parts, backward_rates=backward + Rates(logits=products * head))
+    head_products = 3 if adapter is None else 1 + entropy_gradient
+    return FlopModel(parts=parts, backward_rates=backward + Rates(logits=head_products * head))

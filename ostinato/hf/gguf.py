@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 
-def convert(file: Path, folder: Path) -> None:
-    """Write config, tokenizer, and weights of any of llama.cpp's formats (Q4_K_M, Q8_0), widened to bf16."""
+def convert_gguf(file: Path, folder: Path) -> None:
+    """Write config, tokenizer and weights of any of llama.cpp's formats (Q4_K_M, Q8_0) to ``folder``;
+    weights are widened to bf16."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
@@ -26,4 +27,4 @@ def convert(file: Path, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    convert(Path(sys.argv[1]), Path(sys.argv[2]))
+    convert_gguf(Path(sys.argv[1]), Path(sys.argv[2]))

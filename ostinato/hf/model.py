@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from ostinato.hf.attention import NAME, attention
+from ostinato.hf.attention import NAME, compute_attention
 from ostinato.hf.factors import PreparedSites, Site, find_sites
 from ostinato.hf.facts import ModelFacts, count_flops
 from ostinato.hf.replay import Replay, attach_replay
@@ -48,9 +48,10 @@ _FACTORS = (
 
 
 class TransformersModel:
-    """See the module. ``packs``: several sequences share a pass, and siblings their prompt; otherwise every
-    sequence of a microbatch is a pass of its own. ``pads``: masked padding before a row does not change its
-    logits. Raises ValueError, in one sentence, for a model that cannot be trained exactly."""
+    """A frozen model in evaluation mode; see the module. ``packs``: several sequences share a pass, and
+    siblings their prompt; otherwise every sequence of a microbatch is a pass of its own. ``pads``: masked
+    padding before a row does not change its logits. Making it runs test forwards and registers hooks. Raises
+    ValueError, in one sentence, for a model that cannot be trained exactly."""
 
     fp32_head = False
 
@@ -66,11 +67,11 @@ class TransformersModel:
         self.config = ModelFacts.of(text_config, self._replay)
         self.sites = find_sites(self.model)
         self._lock = threading.RLock()
-        self._active: PreparedSites | None = None
+        self._active_factors: PreparedSites | None = None
         self._frozen: dict[str, nn.Parameter] = {}
-        self._hooks = [*self._add_hooks()]
+        self._hook_handles = [*self._add_hooks()]
         self._head_rule = self._fit_head(text_config)
-        self.packs = self._can_pack(text_config)
+        self.packs = self._test_packing(text_config)
         self.pads = not _is_recurrent(self._body, text_config) and _can_pad(
             self.model, self.config.vocab_size
         )
@@ -87,6 +88,7 @@ class TransformersModel:
 
     @property
     def head_weight(self) -> Tensor | None:
+        """The head's weight, if logits are plain products with it; else None."""
         plain = self._head_rule == (1.0, None) and self._head.bias is None
         return self._head.weight if plain else None
 
@@ -109,7 +111,7 @@ class TransformersModel:
         return count_flops(self.config, self.sites, adapter, **options)
 
     def logits(self, hidden: Tensor, *, ops: Ops = TORCH_OPS) -> Tensor:
-        """[R, D] -> [R, V], with the soft cap and the factor of the family."""
+        """Compute logits [R, V] of hidden states [R, D], with the soft cap and the factor of the family."""
         factor, cap = self._head_rule
         logits = self._head(hidden)
         if factor != 1.0:
@@ -128,7 +130,8 @@ class TransformersModel:
         ops: Ops = TORCH_OPS,
         recompute: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """As ``Decoder.forward``; ``attend`` is a ``PackedAttention``."""
+        """Compute (hidden states, native routes or None) as ``Decoder.forward`` does; ``attend`` is a
+        ``PackedAttention``. Without ``packs`` every segment is a pass of its own, after its prefix."""
         factors = adapters.prepare(self.dtype) if adapters is not None else None
         if self.packs:
             return self._run(tokens, positions, attend, factors, routing, recompute)
@@ -172,6 +175,7 @@ class TransformersModel:
         return out.last_hidden_state[0], native
 
     def _enter_routing(self, routing: Tensor | None) -> AbstractContextManager[Any]:
+        """Return a context that replays ``routing``, or records without one; empty for a dense model."""
         if self._replay is None or self.config.moe is None:
             return nullcontext()
         if routing is None:
@@ -179,21 +183,22 @@ class TransformersModel:
         return self._replay.using(Routes.of(routing.cpu().numpy(), self.config.moe.num_experts))
 
     def record_routing(self) -> AbstractContextManager[Any]:
-        """Record the choices of routers on a tape; None for a dense model."""
+        """Return a context that records the choices of routers on a tape; of a dense model it gives None."""
         return nullcontext() if self._replay is None else self._replay.record()
 
     @contextmanager
     def using(self, factors: PreparedSites | None, *, packed: bool = False) -> Iterator[None]:
-        """Apply ``factors`` to the model, for this thread alone, until the context ends."""
+        """Apply ``factors`` to the model until the context ends; ``packed``: with our attention too. Other
+        threads wait for the end."""
         with self._lock:
-            previous = self._active, self._implementation
-            self._active = factors
+            previous = self._active_factors, self._implementation
+            self._active_factors = factors
             if packed:
                 self._implementation = NAME
             try:
                 yield
             finally:
-                self._active, self._implementation = previous
+                self._active_factors, self._implementation = previous
 
     @property
     def _implementation(self) -> str:
@@ -207,7 +212,8 @@ class TransformersModel:
     def _checkpoint_layers(
         self, on: bool, factors: PreparedSites | None, attend: PackedAttention | None
     ) -> Iterator[None]:
-        """Let layers save only their inputs. Backward runs a layer again with the same factors and routes."""
+        """Let layers save only their inputs within the context, if ``on``. Backward runs a layer again with
+        the same factors and routes."""
         from transformers.modeling_layers import GradientCheckpointingLayer
 
         layers = [part for part in self._body.modules() if isinstance(part, GradientCheckpointingLayer)]
@@ -249,8 +255,10 @@ class TransformersModel:
             yield module.register_forward_hook(self._make_leaving_hook(sites), always_call=True)
 
     def _make_adding_hook(self, name: str) -> Callable[..., Tensor | None]:
+        """Make a hook that adds the update of a linear map to its output."""
+
         def hook(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
-            if self._active is None or (lora := self._active.at.get(name)) is None:
+            if self._active_factors is None or (lora := self._active_factors.at.get(name)) is None:
                 return None
             return output + F.linear(F.linear(args[0], lora.a) * lora.scale, lora.b).to(output.dtype)
 
@@ -261,7 +269,7 @@ class TransformersModel:
 
         def hook(module: nn.Module, args: Any) -> None:
             for site in sites:
-                if self._active is None or (lora := self._active.at.get(site.name)) is None:
+                if self._active_factors is None or (lora := self._active_factors.at.get(site.name)) is None:
                     continue
                 parameter = site.name.rpartition(".")[2]
                 weight = module._parameters.pop(parameter)
@@ -272,6 +280,8 @@ class TransformersModel:
         return hook
 
     def _make_leaving_hook(self, sites: Sequence[Site]) -> Callable[..., None]:
+        """Make a hook that restores the parameters of experts."""
+
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             for site in sites:
                 if (weight := self._frozen.pop(site.name, None)) is not None:
@@ -283,7 +293,8 @@ class TransformersModel:
 
     @torch.no_grad()
     def _fit_head(self, text_config: Any) -> tuple[float, float | None]:
-        """Find the (factor, soft cap) that turn the head's products into the model's logits."""
+        """Find and store the (factor, soft cap) that turn the head's products into the model's logits.
+        Raises ValueError if there are none."""
         tokens = _draw_tokens(self.config.vocab_size, 12).to(self.device)
         positions = torch.arange(12, device=self.device)
         hidden, _ = self._run(tokens, positions, None, None, None, recompute=False)
@@ -304,14 +315,14 @@ class TransformersModel:
         )
 
     @torch.no_grad()
-    def _can_pack(self, text_config: Any) -> bool:
-        """Whether packing changes nothing: compare two siblings and an unrelated sequence, packed and
-        single."""
+    def _test_packing(self, text_config: Any) -> bool:
+        """Register our attention, and return whether packing changes nothing: compare two siblings and an
+        unrelated sequence, packed and single. Sets ``packs`` meanwhile."""
         if _is_recurrent(self._body, text_config):
             return False
         from transformers import AttentionInterface
 
-        AttentionInterface.register(NAME, attention)
+        AttentionInterface.register(NAME, compute_attention)
         edges = ((0, 7, 0, 0), (7, 12, 0, 7), (12, 15, 0, 7), (15, 21, 0, 0))
         segments = tuple(Segment(start=a, stop=b, prefix_start=c, prefix_stop=d) for a, b, c, d in edges)
         rows = PackedAttention(segments)
@@ -331,7 +342,7 @@ class TransformersModel:
 
 
 def _is_recurrent(body: nn.Module, text_config: Any) -> bool:
-    """Whether layers have a state that other sequences, or padding, would change."""
+    """Return whether layers have a state that other sequences, or padding, would change."""
     kinds = {kind for name in _KINDS for kind in getattr(text_config, name, None) or ()}
     return bool(kinds - _LAYERS) or any(_RECURRENT.search(type(part).__name__) for part in body.modules())
 
@@ -347,10 +358,10 @@ def _can_pad(model: Any, vocab_size: int) -> bool:
         places = torch.arange(ids.shape[1], device=ids.device)[None]
         positions, mask = (places - padding).clamp_min(0), (places >= padding).long()
         rows, cache = [], None
-        for begin, end in ((0, ids.shape[1] - 1), (ids.shape[1] - 1, ids.shape[1])):
+        for start, end in ((0, ids.shape[1] - 1), (ids.shape[1] - 1, ids.shape[1])):
             out = model(
-                input_ids=ids[:, begin:end],
-                position_ids=positions[:, begin:end],
+                input_ids=ids[:, start:end],
+                position_ids=positions[:, start:end],
                 attention_mask=mask[:, :end] if padding else None,
                 past_key_values=cache,
                 use_cache=True,
@@ -366,13 +377,14 @@ def _can_pad(model: Any, vocab_size: int) -> bool:
 
 
 def _compute_update(lora: Lora, site: Site) -> Tensor:
-    """alpha / r * B A of the experts, [E, out, in], or transposed as the parameter is stored."""
+    """Compute alpha / r * B A of the experts, [E, out, in], or transposed as the parameter is stored."""
     update = torch.matmul(lora.b, lora.a) * lora.scale
     return update.mT if site.transposed else update
 
 
 def _find_routers(model: nn.Module, text_config: Any) -> Replay | None:
-    """Find the routers of a mixture; None for a dense model. Raises ValueError for an unsupported router."""
+    """Attach a replay to the routers of a mixture; None for a dense model, or if no router is observed.
+    Raises ValueError for an unsupported router."""
     counts = [
         getattr(text_config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")
     ]
@@ -395,16 +407,16 @@ def _draw_tokens(vocab_size: int, number: int) -> Tensor:
 
 
 def _measure_difference(logits: Tensor, expected: Tensor) -> float:
-    """|logits - expected| / |expected|; infinite where a number is not finite."""
+    """Compute |logits - expected| / |expected|; infinite if it is not a number."""
     gap = float((logits.float() - expected.float()).norm() / expected.float().norm().clamp_min(1e-12))
-    return gap if gap == gap else float("inf")
+    return gap if gap == gap else float("inf")  # NaN is not equal to itself
 
 
 def _choose_bound(dtype: torch.dtype) -> float:
     return 1e-4 if dtype.itemsize >= 4 else 3e-2
 
 
-def load(folder: Path, *, dtype: torch.dtype, device: str) -> TransformersModel:
+def load_transformers(folder: Path, *, dtype: torch.dtype, device: str) -> TransformersModel:
     """Load the model in ``folder``. Raises ValueError, in one sentence, for one that transformers cannot load
     by its own code, and for one that cannot be trained exactly."""
     try:

@@ -22,9 +22,9 @@ from ostinato.hf.routers import (
     UnsupportedRouter,
     WeightRule,
     check_swap,
-    fit,
+    find_slots,
+    fit_rule,
     is_topk,
-    slots,
 )
 
 _PROBE_TOKENS = 48
@@ -35,7 +35,7 @@ _ROUTER = re.compile(r"(?:Router|Gate|Gating)$")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Site:
-    """A router. Its experts are replayed by formula with ``slots``; if these are None, by swapping its
+    """A router. Its experts are replayed by a formula if it has ``slots``; otherwise by swapping its
     top-k."""
 
     name: str
@@ -49,7 +49,7 @@ class Site:
 
 
 @dataclass(slots=True)
-class _Record:
+class _Observations:
     """Observations of a forward."""
 
     called: dict[str, int] = field(default_factory=dict)  # module name -> calls
@@ -65,19 +65,22 @@ class _Record:
 
 
 def find_routers(model: nn.Module, example: Mapping[str, Any] | None) -> tuple[list[Site], list[nn.Module]]:
-    """Find (routers in the order of layers, mixture layers that this forward did not call).
+    """Watch a forward of ``model(**example)`` without dropout and gradients (None: random tokens). Returns
+    (routers in the order of layers, mixture layers that this forward did not call).
 
-    Raises UnsupportedRouter for the first mixture layer that cannot be replayed exactly.
+    Raises UnsupportedRouter for the first mixture layer that cannot be replayed exactly, for a router that
+    is called several times, for layers with different top-k, and without any router. Raises ValueError if
+    the model needs an example.
     """
-    record = _Record()
-    with _watch(model, record), _evaluate(model), torch.no_grad():
+    record = _Observations()
+    with _observe_forward(model, record), _set_evaluation(model), torch.no_grad():
         model(**(example if example is not None else _make_example(model)))
     sites = sorted(record.sites, key=lambda site: site.layer)  # stable: within a layer, in order of execution
     for site in sites:
         if record.called[site.name] != 1:
-            raise _make_unsupported(site, f"one forward calls it {record.called[site.name]} times")
+            raise _make_unsupported_error(site, f"one forward calls it {record.called[site.name]} times")
     if len({site.top_k for site in sites}) > 1:
-        raise _make_unsupported(
+        raise _make_unsupported_error(
             sites[0], f"layers differ in experts per token: {[site.top_k for site in sites]}"
         )
     idle_modules = list(_find_uncovered(model, record, [site.name for site in sites]))
@@ -89,7 +92,8 @@ def find_routers(model: nn.Module, example: Mapping[str, Any] | None) -> tuple[l
 
 
 def _make_example(model: nn.Module) -> dict[str, Any]:
-    """Make inputs of random tokens, which suffice to observe routers."""
+    """Make inputs of random tokens, which suffice to observe routers. Raises ValueError without an embedding
+    of tokens."""
     embeddings: Any = getattr(model, "get_input_embeddings", None)
     embedding = embeddings() if callable(embeddings) else None
     if not isinstance(embedding, nn.Embedding):
@@ -102,7 +106,7 @@ def _make_example(model: nn.Module) -> dict[str, Any]:
 
 
 @contextmanager
-def _evaluate(model: nn.Module) -> Iterator[None]:
+def _set_evaluation(model: nn.Module) -> Iterator[None]:
     """Turn off dropout and jitter until the context ends, so that a router's weights follow its formula."""
     training = [module for module in model.modules() if module.training]
     model.eval()
@@ -114,7 +118,8 @@ def _evaluate(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _watch(model: nn.Module, record: _Record) -> Iterator[None]:
+def _observe_forward(model: nn.Module, record: _Observations) -> Iterator[None]:
+    """Record calls, outputs and top-k of all modules until the context ends."""
     with ExitStack() as stack:
         for name, module in model.named_modules():
             stack.callback(module.register_forward_pre_hook(_make_entering_hook(record, name)).remove)
@@ -126,9 +131,11 @@ def _watch(model: nn.Module, record: _Record) -> Iterator[None]:
 
 
 class _TopKWatch(TorchFunctionMode):
-    def __init__(self, seen: _Record) -> None:
+    """Records the ids of each top-k, under the module that is running."""
+
+    def __init__(self, record: _Observations) -> None:
         super().__init__()
-        self.seen = seen
+        self.seen = record
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -141,7 +148,7 @@ class _TopKWatch(TorchFunctionMode):
         return result
 
 
-def _make_entering_hook(record: _Record, name: str) -> Callable[..., None]:
+def _make_entering_hook(record: _Observations, name: str) -> Callable[..., None]:
     def hook(module: nn.Module, args: Any) -> None:
         if not record.testing:
             record.stack.append(name)
@@ -150,14 +157,14 @@ def _make_entering_hook(record: _Record, name: str) -> Callable[..., None]:
     return hook
 
 
-def _make_leaving_hook(record: _Record, name: str) -> Callable[..., None]:
+def _make_leaving_hook(record: _Observations, name: str) -> Callable[..., None]:
     def hook(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         if record.testing:
             return
         record.stack.pop()
         if record.called[name] > 1:
             return
-        slot_indices = slots(output)
+        slot_indices = find_slots(output)
         if slot_indices is not None and any(output[slot_indices.ids] is ids for ids in record.ids):
             return  # a wrapper that returns the output of the router inside it
         if slot_indices is None and not (_is_mixture(module) and name in record.topk):
@@ -178,7 +185,7 @@ def _make_leaving_hook(record: _Record, name: str) -> Callable[..., None]:
 
 
 def _make_site(
-    record: _Record,
+    record: _Observations,
     name: str,
     module: nn.Module,
     slot_indices: Slots | None,
@@ -199,7 +206,7 @@ def _make_site(
             # an additional class skips or copies the token: weights masked for it follow no formula
             if getattr(module, "num_experts", logits.shape[1]) != logits.shape[1]:
                 raise LookupError("it chooses among more than its experts")
-            rule = fit(module, logits, weights, ids)
+            rule = fit_rule(module, logits, weights, ids)
             dtypes = logits.dtype, weights.dtype
             return make_site(
                 num_experts=logits.shape[1], top_k=ids.shape[1], slots=slot_indices, rule=rule, dtypes=dtypes
@@ -221,8 +228,9 @@ def _is_mixture(module: nn.Module) -> bool:
     return hasattr(module, "experts") or _MIXTURE.search(type(module).__name__) is not None
 
 
-def _find_uncovered(model: nn.Module, record: _Record, site_names: list[str]) -> Iterator[nn.Module]:
-    """Mixture modules that were not called. Raises UnsupportedRouter for a called module without a router."""
+def _find_uncovered(model: nn.Module, record: _Observations, site_names: list[str]) -> Iterator[nn.Module]:
+    """Yield mixture modules that were not called. Raises UnsupportedRouter for a called module without a
+    router, and for a router that can be replayed neither way."""
     for name, reason in record.refused.items():
         if not any(site.startswith(f"{name}.") for site in site_names):
             raise UnsupportedRouter(name, type(model.get_submodule(name)).__name__, reason)
@@ -247,7 +255,7 @@ def _find_uncovered(model: nn.Module, record: _Record, site_names: list[str]) ->
 
 
 def _list_blocks(model: nn.Module, name: str) -> Iterator[str]:
-    """The blocks that may have the router of a part: its parent, and outer mixture blocks, around
+    """Yield the blocks that may have the router of a part: its parent, and outer mixture blocks, around
     adapters."""
     parent = block = name.rpartition(".")[0]
     yield parent
@@ -258,12 +266,13 @@ def _list_blocks(model: nn.Module, name: str) -> Iterator[str]:
 
 
 def _find_router(name: str, block: nn.Module) -> tuple[str, str]:
-    """(name, class) for an error message: of the router inside a block, else of the block."""
+    """Return (name, class) for an error message: of the router inside a block, or of the block if there is
+    none."""
     for inner_name, module in block.named_modules(prefix=name):
         if _ROUTER.search(type(module).__name__):
             return inner_name, type(module).__name__
     return name, type(block).__name__
 
 
-def _make_unsupported(site: Site, reason: str) -> UnsupportedRouter:
+def _make_unsupported_error(site: Site, reason: str) -> UnsupportedRouter:
     return UnsupportedRouter(site.name, type(site.module).__name__, reason)

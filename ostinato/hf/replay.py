@@ -25,21 +25,25 @@ from torch import Tensor, nn
 
 from ostinato.algo.routing import THRESHOLD, shared_ids
 from ostinato.hf.probe import Site, find_routers
-from ostinato.hf.routers import TopKSwap, UnsupportedRouter, WeightRule, fit
+from ostinato.hf.routers import TopKSwap, UnsupportedRouter, WeightRule, fit_rule
 from ostinato.hf.routes import Routes
 
-_DRIFT = 4  # later errors of a formula may be this many units in the last place: tensors have other shapes
+_MAX_DRIFT = (
+    4  # later errors of a formula may be this many units in the last place: tensors have other shapes
+)
 
 
 def attach_replay(model: nn.Module, example: Mapping[str, Any] | None = None) -> Replay:
-    """Bind the router of every mixture layer of ``model``; undo it with ``.detach()``, or as a context.
+    """Bind the router of every mixture layer of ``model``; undo it with ``.detach()``, or use it as a
+    context.
 
     This watches a forward without gradients of ``model(**example)``, by default of 48 tokens as
     ``input_ids``. A router's formula for weights is fitted to its output, up to rounding; if it returns no
     logits, or follows no known formula, its ``topk`` is swapped, after a test that this is equivalent.
 
     Attach after PEFT, before or after ``fully_shard``, before ``torch.compile``. Raises UnsupportedRouter
-    with class and reason; a model is never replayed in part.
+    with class and reason; a model is never replayed in part. Raises ValueError if the model needs an
+    example.
     """
     for name, module in model.named_modules():
         if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
@@ -58,14 +62,14 @@ class Tape:
     def __init__(self, sites: tuple[Site, ...], routes: Routes | None) -> None:
         self._sites, self.routes = sites, routes
         self._native: list[list[Tensor]] = [[] for _ in sites]  # [layer][forward] int16 [N, K]
-        self._again: list[
+        self._recomputed: list[
             tuple[Tensor, list[Tensor]]
         ] = []  # recomputed ids, and the forwards to which these may belong
-        self._drift: list[tuple[Site, Tensor, float]] = []
+        self._drifts: list[tuple[Site, Tensor, float]] = []
         self._targets: tuple[Tensor, Tensor] | None = None
 
     def native(self, batch: int = 1) -> Routes:
-        """The experts that routers chose (not those replayed), with rows in the order of the forwards.
+        """Return the experts that routers chose (not those replayed), with rows in the order of the forwards.
 
         For a generation with ``batch`` sequences, whose forwards are a prompt and then a token of each, the
         rows of a sequence are together, [batch * length]. Raises RuntimeError if no forward ran, or only a
@@ -80,20 +84,22 @@ class Tape:
         return Routes.of(ids, max(site.num_experts for site in self._sites))
 
     def overlap(self) -> np.ndarray:
-        """Share of native ids that agree with those replayed, [rows, layers]; NaN where nothing was replayed.
+        """Return the share of native ids that agree with those replayed, [rows, layers]; NaN for rows that
+        were not replayed. Raises ValueError on a tape that only records.
 
-        The inputs of a router come from the replayed experts of earlier layers, so this measures the mismatch
-        that remains. The gate is ``algo.routing.require_aligned`` on the rows of each sequence.
+        The inputs of a router come from the replayed experts of earlier layers, so this measures the
+        mismatch that remains. The gate is ``algo.routing.require_aligned`` on the rows of each sequence.
         """
         if self.routes is None:
             raise ValueError("overlap is of routes that were replayed; this tape only records")
         return shared_ids(self.native().rows(0, len(self.routes)).dense(), self.routes.dense())
 
     def choose(self, index: int, native: Tensor, recomputing: bool) -> Tensor:
-        """Record the ids ``native`` [N, K] that a router chose; return the ids that it is to use."""
+        """Record the ids ``native`` [N, K] that a router chose; return the ids that it is to use: those
+        replayed if they are known. Raises ValueError if there are not as many rows of routes."""
         narrow_ids = native.detach().to(torch.int16)
         if recomputing:
-            self._again.append((narrow_ids, self._native[index]))
+            self._recomputed.append((narrow_ids, self._native[index]))
         else:
             self._native[index].append(narrow_ids)
         if self.routes is None:
@@ -107,21 +113,21 @@ class Tape:
 
     def watch(self, site: Site, drift: Tensor, dtype: torch.dtype) -> None:
         """Record the error of the formula of ``site`` against the weights that it gave its native experts."""
-        self._drift.append((site, drift, _DRIFT * torch.finfo(dtype).eps))
+        self._drifts.append((site, drift, _MAX_DRIFT * torch.finfo(dtype).eps))
 
     def close(self) -> None:
         """Do the checks that are possible only at the end, with a single wait for the device. Raises
         RuntimeError for routers with different numbers of calls and for recomputation of another forward, and
         UnsupportedRouter for formulas that no longer hold."""
         self._check_calls()
-        for site, drift, bound in self._drift:
+        for site, drift, bound in self._drifts:
             if float(drift) > bound:
                 raise UnsupportedRouter(
                     site.name,
                     type(site.module).__name__,
                     f"its weights are no longer {site.rule}: {float(drift):.1e} off",
                 )
-        for ids, calls in self._again:
+        for ids, calls in self._recomputed:
             agreements = [
                 float((ids[..., None] == call_ids[:, None]).any(-1).float().mean())
                 for call_ids in calls
@@ -133,12 +139,14 @@ class Tape:
                 )
 
     def _check_calls(self) -> None:
+        """Raises RuntimeError unless every router was called, and all as often."""
         numbers = [len(forwards) for forwards in self._native]
         if min(numbers) == 0 or min(numbers) != max(numbers):
             counts = {site.name: count for site, count in zip(self._sites, numbers, strict=True)}
             raise RuntimeError(f"every router has to be called once in each forward; calls: {counts}")
 
     def _move_targets(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return (ids, known) of the routes on ``device``, moved once for consecutive calls."""
         if self._targets is None or self._targets[0].device != device:
             assert self.routes is not None
             ids = self.routes.ids
@@ -153,7 +161,7 @@ class Replay:
     def __init__(self, sites: list[Site], idle: list[nn.Module]) -> None:
         self.sites = tuple(sites)
         self._tape: Tape | None = None
-        self._last: list[Tape | None] = [None] * len(sites)  # tape of each router's last forward
+        self._last_tapes: list[Tape | None] = [None] * len(sites)  # tape of each router's last forward
         self._handles = [module.register_forward_pre_hook(_make_guard(self)) for module in idle]
         for index, site in enumerate(sites):
             if site.rule is not None:
@@ -182,31 +190,34 @@ class Replay:
         """Replay ``routes`` in every forward inside; they have a row for each row of the routers: B * S with
         padding.
 
-        Backward belongs inside too. Raises ValueError for routes of another shape; at the end RuntimeError if
-        a router was not called (because a fused kernel bypasses it), and UnsupportedRouter if a formula no
-        longer holds.
+        Backward belongs inside too. Raises ValueError for routes of another shape or if routes are set, and
+        RuntimeError after ``detach``; at the end RuntimeError if a router was not called (because a fused
+        kernel bypasses it) or a forward was recomputed with other routes, and UnsupportedRouter if a formula
+        no longer holds.
         """
-        with self._arm(self.set(routes)) as tape:
+        with self._close_at_exit(self.set(routes)) as tape:
             yield tape
 
     @contextmanager
     def record(self) -> Iterator[Tape]:
-        """Record the native routing, for ``tape.native()``."""
+        """Record the native routing, for ``tape.native()``. Raises ValueError if routes are set, and at the
+        end RuntimeError if routers were not called equally often."""
         if self._tape is not None:
             raise ValueError("routes are set already; clear() first, or leave `using`")
         self._tape = Tape(self.sites, None)
-        with self._arm(self._tape) as tape:
+        with self._close_at_exit(self._tape) as tape:
             yield tape
 
     @contextmanager
     def native(self) -> Iterator[None]:
-        """Turn replay off, for a reference model or a disabled adapter inside of ``using``."""
+        """Turn replay off within the context, for a reference model or a disabled adapter inside of
+        ``using``."""
         tape, self._tape = self._tape, None
-        last_tapes = list(self._last)
+        last_tapes = list(self._last_tapes)
         try:
             yield
         finally:
-            self._tape, self._last = tape, last_tapes
+            self._tape, self._last_tapes = tape, last_tapes
 
     @property
     def tape(self) -> Tape | None:
@@ -215,17 +226,19 @@ class Replay:
 
     @contextmanager
     def restore(self, tape: Tape) -> Iterator[None]:
-        """Set ``tape`` again, for the layers that checkpointing recomputes after its ``using`` has ended."""
-        previous, last_tapes = self._tape, self._last
+        """Set ``tape`` again within the context, for the layers that checkpointing recomputes after its
+        ``using`` has ended."""
+        previous, last_tapes = self._tape, self._last_tapes
         self._tape = tape
-        self._last = [tape if tape.routes is not None else None] * len(self.sites)
+        self._last_tapes = [tape if tape.routes is not None else None] * len(self.sites)
         try:
             yield
         finally:
-            self._tape, self._last = previous, last_tapes
+            self._tape, self._last_tapes = previous, last_tapes
 
     def set(self, routes: Routes) -> Tape:
-        """Replay ``routes`` as ``using`` does, until ``clear``, for loops that cannot keep a context open."""
+        """Replay ``routes`` as ``using`` does, until ``clear``, for loops that cannot keep a context open.
+        Raises RuntimeError after ``detach``, and ValueError if routes are set or have another shape."""
         if not self._handles:
             raise RuntimeError("this replay was detached; attach_replay gives another")
         if self._tape is not None:
@@ -238,13 +251,14 @@ class Replay:
         return self._tape
 
     def clear(self) -> None:
-        """End ``set``, after backward: routing is native again. Raises like the end of ``using``."""
+        """End ``set``, after backward: routing is native again. Raises like the end of ``using``; does
+        nothing if no routes are set."""
         tape, self._tape = self._tape, None
         if tape is not None:
             tape.close()
 
     def detach(self) -> None:
-        """Remove the hooks; the model is as before."""
+        """Remove the hooks and the routes; the model is as before."""
         self._tape = None
         for handle in self._handles:
             handle.remove()
@@ -264,7 +278,8 @@ class Replay:
         )
 
     @contextmanager
-    def _arm(self, tape: Tape) -> Iterator[Tape]:
+    def _close_at_exit(self, tape: Tape) -> Iterator[Tape]:
+        """Yield the tape, and clear it at the end; after an error without the checks of ``clear``."""
         try:
             yield tape
         except BaseException:
@@ -273,16 +288,17 @@ class Replay:
         self.clear()
 
     def current_tape(self, index: int) -> tuple[Tape | None, bool]:
-        """(current tape for router ``index``, whether this is the second run of checkpointing).
+        """Return (current tape for router ``index``, whether this is the second run of checkpointing), and
+        store the tape of a first run.
 
         Raises RuntimeError when a forward that ran with routes is run again without them.
         """
         # the test of autograd's own engine: -1 outside of a backward
         recomputing = torch._C._current_graph_task_id() != -1
-        replaying = self._tape if self._tape is not None and self._tape.routes is not None else None
+        replaying_tape = self._tape if self._tape is not None and self._tape.routes is not None else None
         if not recomputing:
-            self._last[index] = replaying
-        elif self._last[index] is not replaying:
+            self._last_tapes[index] = replaying_tape
+        elif self._last_tapes[index] is not replaying_tape:
             raise RuntimeError(
                 "backward recomputes a forward outside of the `using` it ran in: keep both inside"
             )
@@ -290,6 +306,7 @@ class Replay:
 
 
 def _make_formula_hook(replay: Replay, index: int) -> Callable[..., Any]:
+    """Make a hook that replaces the ids of a router, and their weights by its formula."""
     site = replay.sites[index]
     slot_indices = site.slots
     assert slot_indices is not None and site.rule is not None and site.dtypes is not None
@@ -321,14 +338,15 @@ def _make_formula_hook(replay: Replay, index: int) -> Callable[..., Any]:
 
 def _fit_rule(site: Site, *output: Tensor) -> WeightRule:
     try:
-        return fit(site.module, *output)
+        return fit_rule(site.module, *output)
     except LookupError as error:
         raise UnsupportedRouter(site.name, type(site.module).__name__, str(error)) from None
 
 
 def _add_swap_hooks(replay: Replay, index: int) -> list[Any]:
+    """Register hooks that swap the top-k of a router during its forward, and return their handles."""
     site = replay.sites[index]
-    active: list[TopKSwap | None] = []
+    active: list[TopKSwap | None] = []  # of nested calls; None: routing is native
 
     def enter(module: nn.Module, args: Any) -> None:
         if module is not site.module:
@@ -358,6 +376,8 @@ def _disable_compile(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _make_guard(replay: Replay) -> Callable[..., None]:
+    """Make a hook that refuses the call of a mixture layer without a bound router while a tape is set."""
+
     def hook(module: nn.Module, args: Any) -> None:
         if replay._tape is not None:
             raise UnsupportedRouter(

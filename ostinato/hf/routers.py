@@ -45,7 +45,8 @@ class Score(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightRule:
-    """weights = score(logits)[ids], divided by their sum, times a constant and a number per expert."""
+    """The formula weights = score(logits)[ids], divided by their sum, times a constant and a number per
+    expert."""
 
     score: Score
     gather_first: bool = False  # scores of the chosen logits alone: gpt-oss
@@ -56,10 +57,11 @@ class WeightRule:
     per_expert: str | None = None  # the router's parameter [M] that weights are multiplied with
 
     def weights(self, logits: Tensor, ids: Tensor, router: nn.Module) -> Tensor:
-        """Weights [N, K] of experts ``ids`` [N, K] from live logits [N, M], in the dtype of the scores."""
+        """Compute the weights [N, K] of experts ``ids`` [N, K] from live logits [N, M], in the dtype of the
+        scores."""
         values = logits.float() if self.fp32 else logits
         if self.score is Score.SPARSE_MIXER:
-            weights = sparse_mixer(values, ids, getattr(router, _BAND))
+            weights = compute_sparse_mixer(values, ids, getattr(router, _BAND_ATTRIBUTE))
         elif self.gather_first:
             weights = _SCORES[self.score](values.gather(1, ids))
         else:
@@ -73,8 +75,8 @@ class WeightRule:
         return weights if self.per_expert is None else weights * getattr(router, self.per_expert)[ids]
 
     def error(self, logits: Tensor, ids: Tensor, weights: Tensor, router: nn.Module) -> Tensor:
-        """The largest error against the router's own ``weights``, relative to the largest weight: a scalar
-        tensor."""
+        """Compute the largest error against the router's own ``weights``, relative to the largest weight: a
+        scalar tensor without a gradient."""
         with torch.no_grad():
             fitted = self.weights(logits, ids, router).to(weights.dtype)
             return (fitted - weights).abs().max().float() / weights.abs().max().float().clamp(min=1e-30)
@@ -93,20 +95,21 @@ _SCORES: dict[Score, Callable[[Tensor], Tensor]] = {
     Score.SQRT_SOFTPLUS: lambda x: F.softplus(x).sqrt(),
     Score.IDENTITY: lambda x: x,
 }
-_BAND = "router_jitter_noise"  # attribute of the routers of sparse mixers
+_BAND_ATTRIBUTE = "router_jitter_noise"  # attribute of the routers of sparse mixers
 
 
-def sparse_mixer(logits: Tensor, ids: Tensor, noise: float) -> Tensor:
-    """Weights [N, K]: the softmax of each expert among those not chosen before it whose logits are within a
-    band of 2 ``noise`` below the largest, relative to the larger of the two. The expert itself always counts
-    as within the band, as it is when the router chooses it for its largest logit."""
+def compute_sparse_mixer(logits: Tensor, ids: Tensor, noise: float) -> Tensor:
+    """Compute the weights [N, K]. That of an expert is its softmax among the experts that were not chosen
+    before it and are within the band: their logits are below the largest by at most 2 ``noise`` times
+    max(|logit|, largest). The expert itself always counts as within the band, as it is when the router
+    chooses it for its largest logit."""
     weights, remaining = [], logits
     for column in ids.split(1, dim=-1):
         with torch.no_grad():
-            best = remaining.max(dim=-1, keepdim=True).values
-            outside = (best - logits) / logits.abs().clamp(min=best) > 2 * noise
-            outside.scatter_(-1, column, False)
-        weights.append(remaining.masked_fill(outside, -torch.inf).softmax(dim=-1).gather(-1, column))
+            max_logit = remaining.max(dim=-1, keepdim=True).values
+            is_outside = (max_logit - logits) / logits.abs().clamp(min=max_logit) > 2 * noise
+            is_outside.scatter_(-1, column, False)
+        weights.append(remaining.masked_fill(is_outside, -torch.inf).softmax(dim=-1).gather(-1, column))
         remaining = remaining.scatter(-1, column, -torch.inf)
     return torch.cat(weights, dim=-1)
 
@@ -119,8 +122,9 @@ class Slots(NamedTuple):
     ids: int
 
 
-def slots(output: Any) -> Slots | None:
-    """Find logits [N, M], weights [N, K] and ids [N, K] in a module's output; None if it is no such tuple."""
+def find_slots(output: Any) -> Slots | None:
+    """Return the indices of logits [N, M], weights [N, K] and ids [N, K] in a module's output; None unless
+    it is a tuple or list with exactly one of each."""
     if not isinstance(output, tuple | list):
         return None
     matrices = [
@@ -140,7 +144,7 @@ def slots(output: Any) -> Slots | None:
 
 
 @torch.no_grad()
-def fit(router: nn.Module, logits: Tensor, weights: Tensor, ids: Tensor) -> WeightRule:
+def fit_rule(router: nn.Module, logits: Tensor, weights: Tensor, ids: Tensor) -> WeightRule:
     """Find the formula that gives the router's own weights [N, K], from a single call of it.
 
     Raises LookupError, with the reason, if there is none, or if several different formulas fit: equal logits
@@ -157,24 +161,24 @@ def fit(router: nn.Module, logits: Tensor, weights: Tensor, ids: Tensor) -> Weig
     )
     if not fits:
         raise LookupError("its weights follow none of the formulas known")
-    best = fits[0][1]
+    best_rule = fits[0][1]
     # formulas may agree on similar logits; on these they differ
     distinct_logits = 3 * torch.randn(logits.shape, generator=_make_generator()).to(logits.device)
-    expected = best.weights(distinct_logits, ids, router)
+    expected = best_rule.weights(distinct_logits, ids, router)
     for _, rule in fits[1:]:
         if not torch.allclose(rule.weights(distinct_logits, ids, router), expected, rtol=0.05, atol=1e-5):
-            raise LookupError(f"its logits do not distinguish {best} from {rule}")
-    return best
+            raise LookupError(f"its logits do not distinguish {best_rule} from {rule}")
+    return best_rule
 
 
 def _list_rules(router: nn.Module, logits: Tensor, weights: Tensor, ids: Tensor) -> Iterator[WeightRule]:
-    """All candidate formulas, the plain formulas first."""
+    """Yield all candidate formulas, the plain formulas first."""
     dtypes = (True,) if logits.dtype == torch.float32 else (True, False)
     # 1e-20 represents all values that vanish in a sum of fp32; lfm2_moe adds 1e-6
     for score, gather_first, fp32, norm in product(Score, (False, True), dtypes, (None, 1e-20, 1e-6)):
         if gather_first and score in (Score.IDENTITY, Score.SPARSE_MIXER):
             continue
-        if score is Score.SPARSE_MIXER and (norm is not None or not hasattr(router, _BAND)):
+        if score is Score.SPARSE_MIXER and (norm is not None or not hasattr(router, _BAND_ATTRIBUTE)):
             continue
         for name in _find_expert_scales(router, logits.shape[1]):
             rule = WeightRule(score=score, gather_first=gather_first, fp32=fp32, norm=norm, per_expert=name)
@@ -185,8 +189,8 @@ def _list_rules(router: nn.Module, logits: Tensor, weights: Tensor, ids: Tensor)
 
 
 def _find_expert_scales(router: nn.Module, num_experts: int) -> tuple[str | None, ...]:
-    """Names of the router's scales per expert; (None,) without any. A scale is preferred to none: while all
-    are 1, both give the same numbers."""
+    """Return the names of the router's scales per expert; (None,) without any. A scale is preferred to none:
+    while all are 1, both give the same numbers."""
     parameters = router.named_parameters(recurse=False)
     names = [
         name
@@ -197,8 +201,8 @@ def _find_expert_scales(router: nn.Module, num_experts: int) -> tuple[str | None
 
 
 def _list_constants(router: nn.Module, unscaled: Tensor, expected: Tensor) -> Iterator[dict[str, float]]:
-    """Constants that could turn ``unscaled`` into ``expected``: numeric attributes of the router, exact to
-    the last bit."""
+    """Yield constants that could turn ``unscaled`` into ``expected``: none, or numeric attributes of the
+    router as factors or divisors, exact to the last bit."""
     total = float(unscaled.float().sum())
     ratio = float(expected.float().sum()) / total if total else 1.0
     numbers = [
@@ -248,7 +252,7 @@ def check_swap(run: Callable[[], Any], native: Tensor, num_experts: int) -> None
     Its own ids [N, K] must give its own output bit for bit; other ids must give a finite and different
     output, without masked scores. Raises LookupError, with the reason.
     """
-    outputs = tensors(run())
+    outputs = list_tensors(run())
     own_outputs = _run_swapped(run, num_experts, native)
     if not all(torch.equal(a, b) for a, b in zip(outputs, own_outputs, strict=True)):
         raise LookupError("with its own experts put in the place of its top-k, its output differs")
@@ -261,8 +265,9 @@ def check_swap(run: Callable[[], Any], native: Tensor, num_experts: int) -> None
 
 
 def _run_swapped(run: Callable[[], Any], num_experts: int, ids: Tensor) -> list[Tensor]:
+    """Run with ``ids`` swapped in. Raises LookupError unless one top-k over unmasked scores is called."""
     with TopKSwap(num_experts, ids.shape[1], lambda _: ids) as swap:
-        output = tensors(run())
+        output = list_tensors(run())
     if swap.calls != 1 or swap.scores is None:
         raise LookupError(f"it calls top-k over {num_experts} experts {swap.calls} times")
     scores = swap.scores.reshape(-1, num_experts)
@@ -272,8 +277,8 @@ def _run_swapped(run: Callable[[], Any], num_experts: int, ids: Tensor) -> list[
     return output
 
 
-def tensors(output: Any) -> list[Tensor]:
-    """All tensors of a module's output, in order."""
+def list_tensors(output: Any) -> list[Tensor]:
+    """Return all tensors of a module's output, in order; of a tuple or list its own, without nested ones."""
     return [
         tensor
         for tensor in (output if isinstance(output, tuple | list) else [output])

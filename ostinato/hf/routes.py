@@ -34,10 +34,10 @@ class Routes:
                 f"routes have ids {self.ids.shape} and known {self.known.dtype}{list(self.known.shape)}; "
                 "give [T, layers, K] and bool [T]"
             )
-        if self.ids.dtype != id_dtype(self.num_experts):
+        if self.ids.dtype != choose_id_dtype(self.num_experts):
             raise ValueError(
                 f"routes have dtype {self.ids.dtype}; ids of {self.num_experts} experts are "
-                f"{id_dtype(self.num_experts)} (Routes.of converts)"
+                f"{choose_id_dtype(self.num_experts)} (Routes.of converts)"
             )
         _check_ids(self.ids[self.known], self.num_experts)
 
@@ -68,13 +68,13 @@ class Routes:
                 f"routes have a row with some ids {NO_EXPERT}; a row is known whole or not at all"
             )
         _check_ids(array[~is_unknown], num_experts)  # before narrowing, which could wrap an id around
-        narrow_ids = np.where(is_unknown[:, None, None], 0, array).astype(id_dtype(num_experts))
+        narrow_ids = np.where(is_unknown[:, None, None], 0, array).astype(choose_id_dtype(num_experts))
         return cls(ids=narrow_ids, known=~is_unknown, num_experts=num_experts)
 
     @classmethod
     def from_completion(cls, completion: Completion, num_experts: int) -> Routes:
         """Make routes of prompt (from ``Request.routes_from`` on) and answer of our own engine; the last
-        sampled token is unknown."""
+        sampled token is unknown. Raises ValueError for a completion without experts, and like the class."""
         if completion.experts is None or completion.prompt_experts is None:
             raise ValueError("completion has no experts; set the engine to record the routing")
         return cls.of(np.concatenate([completion.prompt_experts, completion.experts]), num_experts)
@@ -117,6 +117,7 @@ class Routes:
     @classmethod
     def merge(cls, previous: Routes, new: Routes, *, start: int) -> Routes:
         """Join rows [0, start) of ``previous`` and all of ``new``: a turn that recorded from ``start`` on.
+        Raises ValueError if ``previous`` has fewer rows, or the two do not agree as in ``concat``.
 
         Correct only if the first ``start`` tokens have the same ids *and* the engine reused their keys and
         values; if it computed these anew, its new rows are the true rows.
@@ -136,12 +137,13 @@ class Routes:
         return cls(ids=ids, known=known, num_experts=parts[0].num_experts)
 
     def rows(self, start: int, stop: int) -> Routes:
-        """Rows [start, stop)."""
+        """Return rows [start, stop)."""
         return Routes(ids=self.ids[start:stop], known=self.known[start:stop], num_experts=self.num_experts)
 
     @classmethod
     def packed(cls, routes: Sequence[Routes], lengths: Sequence[int]) -> Routes:
-        """Pack sequences of ``lengths`` tokens end to end; rows that were not recorded are unknown."""
+        """Pack sequences of ``lengths`` tokens end to end; rows that were not recorded are unknown. Raises
+        ValueError for more rows than tokens, and as ``concat``."""
         parts: list[Routes] = []
         for sequence, length in zip(routes, lengths, strict=True):
             if len(sequence) > length:
@@ -166,18 +168,20 @@ class Routes:
         return cls(ids=ids, known=known, num_experts=tokens.num_experts)
 
     def dense(self) -> np.ndarray:
-        """[T, L, K] int32 with NO_EXPERT in unknown rows, as in ``types.Completion``."""
+        """Return [T, L, K] int32 with NO_EXPERT in unknown rows, as in ``types.Completion``."""
         return np.where(self.known[:, None, None], self.ids.astype(np.int32), NO_EXPERT)
 
 
-def id_dtype(num_experts: int) -> np.dtype[Any]:
-    """The smallest dtype for the ids; 256 experts fit a byte."""
+def choose_id_dtype(num_experts: int) -> np.dtype[Any]:
+    """Return the smallest dtype for the ids; 256 experts fit a byte. Raises ValueError for less than 1 or
+    more than 32768 experts."""
     if not 1 <= num_experts <= 1 << 15:  # torch, which replays ids, has no uint16 arithmetic
         raise ValueError(f"num_experts is {num_experts}; use 1 to 32768")
     return np.dtype(np.uint8 if num_experts <= 256 else np.uint16)
 
 
 def _check_ids(ids: np.ndarray, num_experts: int) -> None:
+    """Raises ValueError for ids out of range, and for an expert that is named twice in a row."""
     if ids.size == 0:
         return
     if ids.min() < 0 or ids.max() >= num_experts:
@@ -195,7 +199,8 @@ def _check_ids(ids: np.ndarray, num_experts: int) -> None:
 
 
 def _select_moe_layers(ids: np.ndarray, layers: Sequence[int]) -> np.ndarray:
-    """Select the layers that have a router, from all decoder layers or from these alone."""
+    """Select the layers that have a router, from all decoder layers or from these alone. Raises ValueError
+    for two routers in a layer, too few layers, or ids in a layer without a router."""
     if len(set(layers)) != len(layers):
         raise ValueError(f"layers {list(layers)} have two routers in one layer; an engine records one")
     if ids.shape[1] == len(layers):

@@ -25,10 +25,10 @@ from torch import Tensor
 from ostinato.algo.noise import uniform
 from ostinato.engine.counters import Busy, Counters
 from ostinato.engine.driver import Driver
-from ostinato.engine.postprocess import text_before
-from ostinato.engine.requests import Limits, Results, new_completion, new_sequence, next_of
+from ostinato.engine.postprocess import cut_at_string
+from ostinato.engine.requests import Limits, Results, await_result, new_completion, new_sequence
 from ostinato.engine.runner import Policies
-from ostinato.engine.sampler import Drawn, likeliest, sample
+from ostinato.engine.sampler import Drawn, find_likeliest, sample
 from ostinato.engine.sequences import Sequence as Waiting
 from ostinato.engine.sequences import Settings
 from ostinato.hf.model import TransformersModel
@@ -60,12 +60,12 @@ class Row:
         return np.array(self.tokens[self.sequence.prompt_len :], np.int32)
 
     def stop(self, decode: Decode | None) -> Stop | None:
-        """The reason why the sequence ends with its newest token; None if it goes on."""
+        """Return the reason why the sequence ends with its newest token; None if it continues."""
         sampling = self.sequence.request.sampling
         if self.tokens[-1] in sampling.stop_tokens:
             return Stop.EOS
         strings = sampling.stop_strings
-        if strings and decode is not None and text_before(decode, self.answer, strings) is not None:
+        if strings and decode is not None and cut_at_string(decode, self.answer, strings) is not None:
             return Stop.STRING
         return Stop.LENGTH if len(self.tokens) >= self.sequence.limit else None
 
@@ -83,8 +83,9 @@ class TransformersEngine:
     """Implements ``protocols.Engine`` on a ``TransformersModel``; the weights are the trainer's own.
 
     ``max_batch``: the most sequences that run at once. ``kernels``: those that draw tokens from logits on a
-    CPU. Other arguments are those of ``LocalEngine``. Raises ValueError for requests that can never be
-    answered."""
+    CPU. Other arguments are those of ``LocalEngine``. ``generate`` raises ValueError for requests that can
+    never be answered, and for those with a constraint.
+    """
 
     def __init__(
         self,
@@ -118,12 +119,12 @@ class TransformersEngine:
         return sum(len(wave.rows) for wave in self._waves), len(self._waiting)
 
     def publish(self, adapters: Adapters | None, version: int, policy: str = "") -> None:
-        """See ``LocalEngine.publish``."""
+        """Publish as ``LocalEngine.publish`` does; there is no prefix tree to clear."""
         self.policies.publish(adapters, version, policy)
         self.policies.retire(self._used_policies)
 
     def withdraw(self, policy: str) -> None:
-        """See ``LocalEngine.withdraw``."""
+        """Withdraw as ``LocalEngine.withdraw`` does."""
         self.policies.withdraw(policy)
         self.policies.retire(self._used_policies)
 
@@ -144,17 +145,18 @@ class TransformersEngine:
         return [*(wave.policy for wave in self._waves), *(sequence.policy for sequence in self._waiting)]
 
     def model_of(self, policy: str) -> tuple[TransformersModel, Any, Ops]:
-        """See ``LocalEngine.model_of``; adapters are prepared."""
+        """Return as ``LocalEngine.model_of`` does, with prepared factors instead of adapters."""
         return self.decoder, self._factors[self.policies.numbers[policy]], TORCH_OPS
 
     def take_spans(self) -> list[Span]:
-        """Spans of the passes since the last call."""
+        """Return the spans of the passes since the last call, and clear them."""
         return self._busy.take()
 
     async def generate(
         self, requests: Sequence[Request], on_tokens: Callable[[int, Emitted], None] | None = None
     ) -> AsyncIterator[tuple[int, Completion]]:
-        """See ``LocalEngine.generate``."""
+        """Generate as ``LocalEngine.generate`` does. Raises ValueError for a request with a constraint
+        too."""
         results, limits = Results(), self._limits
         if any(request.constraint is not None for request in requests):
             raise ValueError('grammars need our own decoder: model.backend = "native"')
@@ -164,11 +166,12 @@ class TransformersEngine:
         ]
         with self._driver.working(lambda: self._waiting.extend(sequences), lambda: self._drop(sequences)):
             for _ in sequences:
-                yield await next_of(results)
+                yield await await_result(results)
 
     @torch.no_grad()
     def step(self) -> None:
-        """Add a token to every running sequence, after starting waiting requests, as far as there is room."""
+        """Start waiting requests as far as there is room, add a token to every running sequence, and record
+        the pass."""
         start, prefilled, decoded = time.perf_counter(), self.counters.prefilled, self.counters.decoded
         self._admit()
         for wave in list(self._waves):
@@ -181,7 +184,7 @@ class TransformersEngine:
         self._busy.record_pass(seconds, self.counters.prefilled - prefilled, self.counters.decoded - decoded)
 
     def _admit(self) -> None:
-        """Start waiting requests, the oldest first, as waves of a policy each."""
+        """Start waiting requests as far as there is room, the oldest first, as waves of a policy each."""
         room = self._max_batch - self.queue[0]
         admitted, self._waiting = self._waiting[:room], self._waiting[room:]
         by_policy: dict[int, list[Row]] = {}
@@ -189,11 +192,11 @@ class TransformersEngine:
             by_policy.setdefault(sequence.policy, []).append(Row(sequence, sequence.request.tokens.tolist()))
         for policy, rows in by_policy.items():
             self._waves += [
-                Wave(policy, batch) for batch in pad(rows, MOST_PADDED if self.decoder.pads else 1.0)
+                Wave(policy, batch) for batch in pad_rows(rows, MOST_PADDED if self.decoder.pads else 1.0)
             ]
 
     def _advance(self, wave: Wave) -> None:
-        """Run a forward of a wave, and add a token to each of its rows."""
+        """Run a forward of a wave, add a token to each of its rows, and finish the rows that end."""
         factors, version = self._factors[wave.policy], self.policies.versions[wave.policy]
         rows = wave.rows
         is_prefill = not rows[0].logprobs
@@ -211,7 +214,7 @@ class TransformersEngine:
         if is_prefill and len(distinct_rows) < len(rows):
             logits = logits[owners]
             if wave.cache is not None:
-                _choose_rows(wave.cache, torch.tensor(owners, device=logits.device))
+                _reorder_cache(wave.cache, torch.tensor(owners, device=logits.device))
         if routes is not None:
             for row, owner in zip(rows, owners, strict=True):
                 new_routes = routes[owner][-len(row.tokens) :]
@@ -220,10 +223,10 @@ class TransformersEngine:
         self._append(wave, drawn, version, logits)
 
     def _forward(self, wave: Wave, rows: Sequence[Row], factors: Any) -> tuple[Tensor, np.ndarray | None]:
-        """Logits [B, V] of the last position, and routes [B, S, L, K] of the S positions that the cache
-        lacks."""
+        """Return logits [B, V] of the last position, and routes [B, S, L, K] of the S positions that the
+        cache lacks, None for a dense model. The wave gets the new cache."""
         model = self.decoder
-        ids, positions, mask = inputs(rows, last=wave.cache is not None)
+        ids, positions, mask = make_inputs(rows, only_last=wave.cache is not None)
         ids = ids.to(model.device)
         with model.using(factors), model.record_routing() as tape:
             out = model.model(
@@ -251,16 +254,17 @@ class TransformersEngine:
         settings = Settings.of([row.sequence.request.sampling for row in rows])
         keys = np.array([row.sequence.address for row in rows], np.uint64)
         positions = np.array([len(row.tokens) for row in rows])
-        needs_support = bool(settings.filtered(logits.shape[1]).any())
+        needs_support = bool(settings.find_filtered(logits.shape[1]).any())
         kernels = None if logits.is_cuda else self._kernels
         drawn = sample(logits, settings, uniform(keys, positions), kernels, want_support=needs_support)
         top = max((row.sequence.request.top_logprobs for row in rows if row.sequence.on_tokens), default=0)
-        return drawn._replace(top=likeliest(logits, settings, drawn, top)) if top else drawn
+        return drawn._replace(top=find_likeliest(logits, settings, drawn, top)) if top else drawn
 
     def _append(self, wave: Wave, drawn: Drawn, version: int, logits: Tensor) -> None:
-        """Append the tokens to their rows; rows that end are removed from the wave and its cache."""
+        """Append the tokens to their rows, and stream them. Rows that end are finished, and removed from the
+        wave and its cache."""
         ends = [] if drawn.support is None else np.cumsum(drawn.support.counts).tolist()
-        places = []
+        kept_places = []
         for place, row in enumerate(wave.rows):
             token = int(drawn.tokens[place])
             if token < 0:
@@ -280,13 +284,14 @@ class TransformersEngine:
             if (stop := row.stop(self._decode)) is not None:
                 self._finish(row, stop)
             else:
-                places.append(place)
-        if len(places) < len(wave.rows):
-            wave.rows = [wave.rows[place] for place in places]
-            if places and wave.cache is not None:
-                _choose_rows(wave.cache, torch.tensor(places, device=logits.device))
+                kept_places.append(place)
+        if len(kept_places) < len(wave.rows):
+            wave.rows = [wave.rows[place] for place in kept_places]
+            if kept_places and wave.cache is not None:
+                _reorder_cache(wave.cache, torch.tensor(kept_places, device=logits.device))
 
     def _finish(self, row: Row, stop: Stop) -> None:
+        """Hand out the completion of a row."""
         sequence = row.sequence
         if sequence.supports and len(sequence.supports) < len(row.logprobs):  # after an error
             sequence.supports = []
@@ -319,35 +324,37 @@ class TransformersEngine:
         )
 
     def _fail(self, error: BaseException) -> None:
-        """Pass an error of a step to every caller."""
+        """Give an error of a step to every caller, and drop all sequences."""
         running = [row.sequence for wave in self._waves for row in wave.rows]
         for sequence in (*running, *self._waiting):
             sequence.results.put_nowait(error)
         self._drop_all()
 
     def _drop(self, sequences: Iterable[Waiting]) -> None:
-        """End sequences whose caller is gone, without a completion."""
+        """End those of the sequences that have not ended, without a completion: their caller has left."""
         dropped_ids = set(map(id, sequences))
         self._waiting = [sequence for sequence in self._waiting if id(sequence) not in dropped_ids]
         for wave in self._waves:
-            places = [place for place, row in enumerate(wave.rows) if id(row.sequence) not in dropped_ids]
-            if len(places) < len(wave.rows):
-                wave.rows = [wave.rows[place] for place in places]
-                if places and wave.cache is not None:
-                    _choose_rows(wave.cache, torch.tensor(places, device=self.decoder.device))
+            kept_places = [
+                place for place, row in enumerate(wave.rows) if id(row.sequence) not in dropped_ids
+            ]
+            if len(kept_places) < len(wave.rows):
+                wave.rows = [wave.rows[place] for place in kept_places]
+                if kept_places and wave.cache is not None:
+                    _reorder_cache(wave.cache, torch.tensor(kept_places, device=self.decoder.device))
         self._waves = [wave for wave in self._waves if wave.rows]
 
     def _drop_all(self) -> None:
         self._waiting, self._waves = [], []
 
 
-def pad(rows: Sequence[Row], most: float) -> Iterator[list[Row]]:
-    """Cut ``rows`` into batches, the longest first, with padding before shorter rows: a batch has at most
-    ``most`` times as many positions as tokens. At 1.0 the rows of a batch are equally long."""
+def pad_rows(rows: Sequence[Row], max_ratio: float) -> Iterator[list[Row]]:
+    """Yield batches of ``rows``, the longest first, and set the padding before shorter rows. A batch has at
+    most ``max_ratio`` times as many positions as tokens. At 1.0 the rows of a batch are equally long."""
     batch, tokens = list[Row](), 0
     for row in sorted(rows, key=lambda row: -len(row.tokens)):
         width = len(batch[0].tokens) if batch else len(row.tokens)
-        if batch and width * (len(batch) + 1) > most * (tokens + len(row.tokens)):
+        if batch and width * (len(batch) + 1) > max_ratio * (tokens + len(row.tokens)):
             yield batch
             batch, tokens, width = [], 0, len(row.tokens)
         row.padding = width - len(row.tokens)
@@ -357,19 +364,19 @@ def pad(rows: Sequence[Row], most: float) -> Iterator[list[Row]]:
         yield batch
 
 
-def inputs(rows: Sequence[Row], *, last: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Make (ids [B, S], positions [B, S], mask [B, padding and tokens]) of all tokens, or of the ``last``
-    alone. The mask is 0 at padding; None without padding."""
+def make_inputs(rows: Sequence[Row], *, only_last: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Make (ids [B, S], positions [B, S], mask [B, padding and tokens]) of all tokens, or of the last ones
+    alone (``only_last``). The mask is 0 at padding; None without padding."""
     width = rows[0].padding + len(rows[0].tokens)
     padding = torch.tensor([row.padding for row in rows])[:, None]
-    ids = torch.tensor([row.tokens[-1:] if last else [0] * row.padding + row.tokens for row in rows])
+    ids = torch.tensor([row.tokens[-1:] if only_last else [0] * row.padding + row.tokens for row in rows])
     places = torch.arange(width)
     positions = (places[-ids.shape[1] :] - padding).clamp_min(0)
     return ids, positions, (places >= padding).long() if padding.any() else None
 
 
-def _choose_rows(cache: Any, rows: Tensor) -> None:
-    """Replace the rows of a cache by ``rows`` of it. MiniMax's cache has the states of its linear layers in a
+def _reorder_cache(cache: Any, rows: Tensor) -> None:
+    """Select ``rows`` of a cache, in this order. MiniMax's cache has the states of its linear layers in a
     separate list, which its class does not reorder; the entry of a layer without state is an empty list."""
     cache.reorder_cache(rows)
     if states := getattr(cache, "linear_cache", None):

@@ -33,7 +33,7 @@ class Block:
     length: int  # tokens of text, ENDs included
     documents: int
     wide: bool  # 32-bit tokens, for ids that do not fit in 16 bits
-    memory: np.ndarray  # [bytes_needed(...)] uint8
+    memory: np.ndarray  # [count_bytes(...)] uint8
     is_sorted: bool = False  # whether ``order`` is filled in
 
     @property
@@ -54,20 +54,20 @@ class Block:
     @property
     def tokens(self) -> np.ndarray:
         """[length] int32, or uint16 in which END is NARROW."""
-        return self._view_array(self._tokens_at, np.int32 if self.wide else np.uint16, self.length)
+        return self._view_array(self._tokens_offset, np.int32 if self.wide else np.uint16, self.length)
 
     @property
     def edges(self) -> np.ndarray:
         """[length] uint16, in units of EDGE_STEP."""
         return self._view_array(
-            self._tokens_at + (4 if self.wide else 2) * self.length, np.uint16, self.length
+            self._tokens_offset + (4 if self.wide else 2) * self.length, np.uint16, self.length
         )
 
     @property
     def probs(self) -> np.ndarray:
         """[length] uint8, codes of ``prob_table``; 0 on context and END."""
         return self._view_array(
-            self._tokens_at + (6 if self.wide else 4) * self.length, np.uint8, self.length
+            self._tokens_offset + (6 if self.wide else 4) * self.length, np.uint8, self.length
         )
 
     @property
@@ -87,21 +87,21 @@ class Block:
         return int(np.count_nonzero(self.probs))
 
     @property
-    def _tokens_at(self) -> int:
+    def _tokens_offset(self) -> int:
         return 4 * self.size + 4 * (self.documents + 1)
 
     def _view_array(self, offset: int, dtype: type, count: int) -> np.ndarray:
         return np.frombuffer(self.memory, dtype, count, offset)
 
 
-def bytes_needed(length: int, documents: int, wide: bool) -> int:
+def count_bytes(length: int, documents: int, is_wide: bool) -> int:
     """Return the size of a block's memory in bytes."""
-    return 4 * (length - documents) + 4 * (documents + 1) + (7 if wide else 5) * length + documents
+    return 4 * (length - documents) + 4 * (documents + 1) + (7 if is_wide else 5) * length + documents
 
 
-def lay_out(step: int, pasts: Sequence[HistoryEntry]) -> Block:
-    """Make the block of these responses, not yet sorted. Raises ValueError for a response without a prob and
-    an edge for every token, or with a negative token."""
+def make_block(step: int, pasts: Sequence[HistoryEntry]) -> Block:
+    """Make the block of these responses, not yet sorted; ``pasts`` has at least one. Raises ValueError for a
+    response without a prob and an edge for every token, or with a negative token."""
     for past in pasts:
         if not len(past.tokens) == len(past.probs) == len(past.edges):
             raise ValueError(
@@ -115,25 +115,26 @@ def lay_out(step: int, pasts: Sequence[HistoryEntry]) -> Block:
     ends = np.cumsum([len(part) for part in parts])[2::3]
     if np.count_nonzero(text < 0) > len(pasts):
         raise ValueError(f"a response has the token {text.min()}; tokens are 0 or more")
-    wide = bool((text >= NARROW).any())
+    is_wide = bool((text >= NARROW).any())
     block = Block(
         step=step,
         length=len(text),
         documents=len(pasts),
-        wide=wide,
-        memory=np.empty(bytes_needed(len(text), len(pasts), wide), np.uint8),
+        wide=is_wide,
+        memory=np.empty(count_bytes(len(text), len(pasts), is_wide), np.uint8),
     )
     block.starts[:] = np.concatenate([[0], ends])
-    block.tokens[:] = text if wide else text.astype(np.uint16)  # -1 becomes NARROW
+    block.tokens[:] = text if is_wide else text.astype(np.uint16)  # -1 becomes NARROW
     block.edges[:], block.probs[:] = 0, 0
-    block.edges[is_sampled] = edge_codes(np.concatenate([past.edges for past in pasts]))
-    block.probs[is_sampled] = prob_codes(np.concatenate([past.probs for past in pasts]))
-    block.rewards[:] = reward_signs([past.reward for past in pasts])
+    block.edges[is_sampled] = encode_edges(np.concatenate([past.edges for past in pasts]))
+    block.probs[is_sampled] = encode_probs(np.concatenate([past.probs for past in pasts]))
+    block.rewards[:] = compute_reward_signs([past.reward for past in pasts])
     return block
 
 
-def reward_signs(rewards: Sequence[float | None]) -> np.ndarray:
-    """Return [R] int8: the sign of each reward minus the mean of all; 0 near it and without a verdict."""
+def compute_reward_signs(rewards: Sequence[float | None]) -> np.ndarray:
+    """Return [R] int8: the sign of each reward minus the mean of all that are finite; 0 near it and without
+    a verdict."""
     values = np.array([np.nan if reward is None else reward for reward in rewards], np.float64)
     finite = values[np.isfinite(values)]
     mean = finite.mean() if len(finite) else 0.0
@@ -144,7 +145,7 @@ def reward_signs(rewards: Sequence[float | None]) -> np.ndarray:
 # ---- quantisation ----
 
 
-def prob_table() -> np.ndarray:
+def make_prob_table() -> np.ndarray:
     """Return [256] float32, the probability of each code, rising. 0 means context.
 
     Steps of 5 % from below 1e-4 to 2/3; above, where most tokens are and an error of p is an error of the
@@ -162,15 +163,15 @@ def prob_table() -> np.ndarray:
     return table
 
 
-PROBS = prob_table()
+PROBS = make_prob_table()
 
 
-def prob_codes(probs: np.ndarray) -> np.ndarray:
+def encode_probs(probs: np.ndarray) -> np.ndarray:
     """Return [T] uint8, the nearest code of each probability, 1 or more; 1 for NaN."""
     midpoints = (PROBS[1:-1] + PROBS[2:]) / 2
     return (1 + np.searchsorted(midpoints, np.nan_to_num(probs, nan=0.0))).astype(np.uint8)
 
 
-def edge_codes(edges: np.ndarray) -> np.ndarray:
-    """Return [T] uint16, the nearest multiple of EDGE_STEP below 1, in these units."""
+def encode_edges(edges: np.ndarray) -> np.ndarray:
+    """Return [T] uint16, the nearest multiple of EDGE_STEP below 1, in these units; 0 for NaN."""
     return np.clip(np.rint(np.nan_to_num(edges) / EDGE_STEP), 0, np.iinfo(np.uint16).max).astype(np.uint16)

@@ -14,7 +14,7 @@ import numpy as np
 
 from ostinato.history.native.library import load_library
 from ostinato.history.rules import BINS, MOST_DEPTH, DraftStats, Rules, Source
-from ostinato.history.store import History, prompt_key
+from ostinato.history.store import History, hash_prompt
 from ostinato.types import DraftQuery, Drafts, Request, SampledTokens
 
 FEATURES = 16  # of a candidate, from which its chance of being right is estimated (native/estimate.h)
@@ -61,12 +61,13 @@ class _ArrayPool:
     def __init__(self, **kinds: type) -> None:
         self._kinds = kinds
         self.arrays: dict[str, np.ndarray] = {}
-        self.at: dict[str, int] = {}
+        self.at: dict[str, int] = {}  # addresses by name
         self._size = 0
         self.hold(256)
 
     def hold(self, size: int) -> None:
-        """Make room for ``size`` entries in each array; their contents may be lost."""
+        """Make room for ``size`` entries in each array. If that needs new arrays, the old contents are
+        lost."""
         if size > self._size:
             self._size = 2 * size
             self.arrays = {name: np.zeros(self._size, kind) for name, kind in self._kinds.items()}
@@ -82,14 +83,14 @@ class HistoryDrafter:
     def __init__(self, history: History | None = None, rules: Rules | None = None) -> None:
         self.rules = rules or Rules()
         self._history = history  # a reference, so that its store is not freed while it is read
-        self._library = _declare_functions(load_library())
+        self._library = _declare_signatures(load_library())
         store = history.native if history is not None else None
         self._drafter = self._library.drafter_new(
             store, _convert_rules(self.rules), (ctypes.c_double * FEATURES)(*INITIAL_WEIGHTS)
         )
         weakref.finalize(self, self._library.drafter_free, self._drafter)
         self._seconds = [0.0, 0.0, 0.0]  # open, propose, observe
-        self._prompt = "", prompt_key("")  # the last uid and its key
+        self._prompt = "", hash_prompt("")  # the last uid and its key
         i32, f32 = np.int32, np.float32
         self._query_arrays = _ArrayPool(
             handles=np.int64, room=i32, weights=f32, seconds=np.float64, counts=i32, tokens=i32
@@ -99,11 +100,11 @@ class HistoryDrafter:
         )
 
     def open(self, request: Request) -> int:
-        """Open a sequence. Returns its handle for ``propose`` and ``observe``."""
+        """Open a sequence, and return its handle for ``propose`` and ``observe``."""
         start = time.perf_counter()
         tokens, seed = np.ascontiguousarray(request.tokens, np.int32), request.seed
         if request.uid != self._prompt[0]:  # siblings are opened in a row, so the last key is enough
-            self._prompt = request.uid, prompt_key(request.uid)
+            self._prompt = request.uid, hash_prompt(request.uid)
         handle = self._library.drafter_open(
             self._drafter,
             self._prompt[1],
@@ -118,7 +119,8 @@ class HistoryDrafter:
         return handle
 
     def propose(self, running: DraftQuery) -> Drafts:
-        """Return the draft tokens that save time in the next pass. Raises ValueError for a closed handle."""
+        """Return the draft tokens that save time in the next pass. Raises ValueError for a handle that is
+        not open."""
         start = time.perf_counter()
         count, max_tokens = len(running.handles), len(running.seconds) - 1
         self._query_arrays.hold(max(count, max_tokens + 1))
@@ -140,7 +142,8 @@ class HistoryDrafter:
         return drafts
 
     def observe(self, emitted: SampledTokens) -> None:
-        """Record the tokens that the pass emitted, drafted or not. Raises ValueError for a closed handle."""
+        """Record the tokens that the pass emitted, drafted or not, and close the handles of ended sequences.
+        Raises ValueError for a handle that is not open."""
         start = time.perf_counter()
         count, tokens = len(emitted.handles), len(emitted.tokens)
         self._token_arrays.hold(max(count, tokens))
@@ -161,11 +164,11 @@ class HistoryDrafter:
 
     def forget(self, uids: list[str] | None = None) -> None:
         """Drop the live text of these prompts (None: of all prompts), except of prompts with a running
-        sequence: the text is in the closed history by now, or will not be needed."""
+        sequence. It is in the closed history by now, or will not be needed."""
         if uids is None:
             self._library.drafter_forget(self._drafter, None, -1)
             return
-        prompts = np.array([prompt_key(uid) for uid in uids], np.uint64)
+        prompts = np.array([hash_prompt(uid) for uid in uids], np.uint64)
         self._library.drafter_forget(self._drafter, prompts.ctypes.data, len(prompts))
 
     def stats(self) -> DraftStats:
@@ -201,7 +204,7 @@ def _convert_rules(rules: Rules) -> _Rules:
     return raw
 
 
-def _declare_functions(library: ctypes.CDLL) -> ctypes.CDLL:
+def _declare_signatures(library: ctypes.CDLL) -> ctypes.CDLL:
     signatures = {
         "drafter_new": (_P, (_P, ctypes.POINTER(_Rules), ctypes.POINTER(ctypes.c_double))),
         "drafter_free": (None, (_P,)),

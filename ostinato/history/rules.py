@@ -79,14 +79,16 @@ class DraftStats:
         """Return the counts since ``earlier``; fields that are a state keep their current value."""
         values: dict[str, Any] = {}
         for counter in fields(self):
-            new, old = getattr(self, counter.name), getattr(earlier, counter.name)
-            values[counter.name] = new if counter.metadata.get("state") else _subtract(new, old)
+            new_value, old_value = getattr(self, counter.name), getattr(earlier, counter.name)
+            values[counter.name] = (
+                new_value if counter.metadata.get("state") else _subtract(new_value, old_value)
+            )
         return DraftStats(**values)
 
 
-def _subtract(new: Any, old: Any) -> Any:
-    if isinstance(new, Mapping):
-        return {key: new[key] - old[key] for key in new}
-    if isinstance(new, tuple):
-        return tuple(a - b for a, b in zip(new, old, strict=True))
-    return new - old
+def _subtract(new_value: Any, old_value: Any) -> Any:
+    if isinstance(new_value, Mapping):
+        return {key: new_value[key] - old_value[key] for key in new_value}
+    if isinstance(new_value, tuple):
+        return tuple(a - b for a, b in zip(new_value, old_value, strict=True))
+    return new_value - old_value

@@ -17,7 +17,7 @@ from typing import Self
 
 import numpy as np
 
-from ostinato.history.blocks import Block, bytes_needed, lay_out
+from ostinato.history.blocks import Block, count_bytes, make_block
 from ostinato.history.lengths import Lengths
 from ostinato.history.native.library import NativeStore, load_library
 from ostinato.inputs import parse_json
@@ -28,7 +28,7 @@ MAGIC = b"ostinato history 2\n"
 OVERHEAD = 640  # bytes that a block takes besides its arrays, in Python and C++
 
 
-def prompt_key(uid: str) -> int:
+def hash_prompt(uid: str) -> int:
     """Return a 64-bit key of a prompt, the same in every process and on every machine."""
     return int.from_bytes(blake2b(uid.encode(), digest_size=8).digest(), "little")
 
@@ -36,14 +36,14 @@ def prompt_key(uid: str) -> int:
 class History:
     """Blocks by prompt, newest first: at most ``epochs`` per prompt and ``memory_mb`` (MiB) in all.
 
-    Blocks beyond that are evicted in this order: those whose prompt has a newer block, the oldest step first;
-    then whole prompts, by a fixed hash. Prompts recur once per epoch. In an epoch larger than the memory the
-    least recently used block is needed next, so evicting that block would never give a hit, while the hash
-    always keeps the same prompts, as many as fit into memory.
+    Blocks beyond that are evicted in this order: those whose prompt has a newer block, the oldest step
+    first; then whole prompts, by a fixed hash. Prompts recur once per epoch. In an epoch larger than the
+    memory the least recently used block is needed next, so evicting that block would never give a hit, while
+    the hash always keeps the same prompts, as many as fit into memory.
 
     Several engines and drafters, and their threads, may share one History: see native/library.py. Blocks are
-    sorted when they are first requested, so that unused blocks cost next to nothing; ``build_now`` sorts them
-    ahead of time.
+    sorted when they are first requested, so that unused blocks cost next to nothing; ``build_now`` sorts
+    them ahead of time.
     """
 
     def __init__(self, *, memory_mb: float = 256, epochs: int = 3) -> None:
@@ -67,29 +67,30 @@ class History:
         return self._store.pointer
 
     def add(self, uid: str, step: int, pasts: Sequence[HistoryEntry]) -> None:
-        """Store the responses to prompt ``uid`` in ``step``, replacing those stored for that step.
+        """Store the responses to prompt ``uid`` in ``step``, in place of those stored for that step, and
+        evict blocks beyond the limits, perhaps this one.
 
-        Empty responses are left out. Raises ValueError as ``blocks.lay_out`` does.
+        Empty responses are left out. Raises ValueError as ``blocks.make_block`` does.
         """
-        key, responses = prompt_key(uid), [past for past in pasts if len(past.tokens)]
-        block = lay_out(step, responses) if responses else None
-        for old in [old for old in self._blocks.get(key, []) if old.step == step]:
-            self._drop(key, old, "replaced")
+        key, responses = hash_prompt(uid), [past for past in pasts if len(past.tokens)]
+        block = make_block(step, responses) if responses else None
+        for old_block in [old_block for old_block in self._blocks.get(key, []) if old_block.step == step]:
+            self._drop(key, old_block, "replaced")
         if block is not None:
             self._insert(key, block)
         self._make_room()
 
     def forget_after(self, step: int) -> None:
         """Drop the responses of later steps, and their lengths: a run that resumes from ``step`` will sample
-        them again. Older responses that they displaced are not restored."""
+        them again. Older responses that they displaced are lost."""
         for key, blocks in list(self._blocks.items()):
             for block in [block for block in blocks if block.step > step]:
                 self._drop(key, block, "undone")
         self.lengths.forget_after(step)
 
     def blocks(self, uid: str) -> list[Block]:
-        """Return the blocks of a prompt, sorted, newest first."""
-        key = prompt_key(uid)
+        """Return the blocks of a prompt, newest first, after sorting those that are not sorted."""
+        key = hash_prompt(uid)
         blocks = list(self._blocks.get(key, []))
         for block in blocks:
             self._store.sort(key, block.step)
@@ -102,23 +103,25 @@ class History:
                 self._store.sort(key, block.step)
 
     def save(self, path: Path) -> None:
-        """Write all but the suffix arrays: they would be nearly half of every checkpoint, and to sort a
-        requested block again takes 0.1 us per token."""
-        atomic_write(path, self._write)
+        """Write all but the suffix arrays to ``path``, with the lengths. Suffix arrays would be nearly half
+        of every checkpoint, and to sort a requested block again takes 0.1 us per token."""
+        atomic_write(path, self._write_file)
 
     @classmethod
     def load(cls, path: Path, *, memory_mb: float = 256, epochs: int = 3) -> Self:
-        """Read a file of ``save``, cut to these limits. Raises OSError where it cannot be read, BuildError
-        where there is no compiler, and ValueError for a file that is damaged or of another kind."""
+        """Read a file of ``save``, cut to these limits; its counters begin at 0. Raises OSError if it cannot
+        be read, BuildError if there is no compiler, and ValueError for a file that is damaged or of another
+        kind."""
         history = cls(memory_mb=memory_mb, epochs=epochs)
         with path.open("rb") as file:
-            for key, block in _read(file, path, history.lengths):
+            for key, block in _read_blocks(file, path, history.lengths):
                 history._insert(key, block)
         history._make_room()
         history.counters.clear()
         return history
 
     def _insert(self, key: int, block: Block) -> None:
+        """Add a block and its counts, and drop the blocks of its prompt beyond ``epochs``."""
         blocks = self._blocks.setdefault(key, [])
         blocks.append(block)
         blocks.sort(key=lambda block: -block.step)
@@ -127,10 +130,11 @@ class History:
         self.num_tokens += block.num_sampled
         self.counters["added_blocks"] += 1
         self.counters["added_tokens"] += block.num_sampled
-        for old in blocks[self._epochs :]:
-            self._drop(key, old, "outdated")
+        for old_block in blocks[self._epochs :]:
+            self._drop(key, old_block, "outdated")
 
     def _drop(self, key: int, block: Block, reason: str) -> None:
+        """Remove a block and its counts, and count it under ``reason``."""
         self._store.drop(key, block.step)  # before its memory is freed
         self._blocks[key].remove(block)
         if not self._blocks[key]:
@@ -141,6 +145,7 @@ class History:
         self.counters[f"{reason}_tokens"] += block.num_sampled
 
     def _make_room(self) -> None:
+        """Evict blocks until the memory is within its limit."""
         victims = self._order_evictions()
         while self.num_bytes > self._limit:
             key = next(victims)
@@ -148,11 +153,11 @@ class History:
 
     def _order_evictions(self) -> Iterator[int]:
         """Yield keys of the prompts whose oldest block is evicted next, in order."""
-        old_blocks = sorted((old.step, key) for key, blocks in self._blocks.items() for old in blocks[1:])
+        old_blocks = sorted((block.step, key) for key, blocks in self._blocks.items() for block in blocks[1:])
         yield from (key for _, key in old_blocks)
         yield from sorted(self._blocks, reverse=True)  # a key is a hash
 
-    def _write(self, path: Path) -> None:
+    def _write_file(self, path: Path) -> None:
         blocks = [(key, block) for key, blocks in self._blocks.items() for block in blocks]
         rows = [[key, block.step, block.length, block.documents, block.wide] for key, block in blocks]
         header = json.dumps({"blocks": rows, "lengths": self.lengths.state()}).encode()
@@ -183,7 +188,7 @@ def _compute_crc(file: BufferedReader, count: int) -> int:
     return crc
 
 
-def _read(file: BufferedReader, path: Path, lengths: Lengths) -> Iterator[tuple[int, Block]]:
+def _read_blocks(file: BufferedReader, path: Path, lengths: Lengths) -> Iterator[tuple[int, Block]]:
     """Yield (key, block) of a saved history, and restore ``lengths`` from it."""
     if file.read(len(MAGIC)) != MAGIC:
         raise ValueError(f"{path} is no history of this version; delete it to begin an empty one")
@@ -194,7 +199,7 @@ def _read(file: BufferedReader, path: Path, lengths: Lengths) -> Iterator[tuple[
     header = parse_json(file.read(int.from_bytes(file.read(8), "little")), surrogates=True)
     lengths.restore(header["lengths"])
     for key, step, length, documents, wide in header["blocks"]:
-        memory = np.empty(bytes_needed(length, documents, wide), np.uint8)
+        memory = np.empty(count_bytes(length, documents, wide), np.uint8)
         block = Block(step=step, length=length, documents=documents, wide=wide, memory=memory)
         file.readinto(_view_unsorted(block))
         yield key, block

@@ -13,7 +13,7 @@ from ostinato.algo.algorithms import Algorithm, Anchor, Loss, Reference, algorit
 from ostinato.algo.offpolicy import Correction
 from ostinato.config import AdapterSection, Recipe
 from ostinato.config.sections import ParallelSection, RewardSection
-from ostinato.engine.vllm_adapters import experts_of
+from ostinato.engine.vllm_adapters import list_expert_kinds
 from ostinato.engine.vllm_answers import COLDEST
 from ostinato.launch.machine import device_of
 from ostinato.launch.models import adapter_spec
@@ -142,7 +142,7 @@ def check_model(section: AdapterSection, decoder: Decoder) -> None:
             "tie_word_embeddings is true in the model's config.json, and vLLM leaves out the lm_head.weight "
             "that is there beside it; set the key to false"
         )
-    experts_of(decoder.config, adapter_spec(section))
+    list_expert_kinds(decoder.config, adapter_spec(section))
 
 
 ROUNDING = 1e-6  # error of sums of weighted rewards

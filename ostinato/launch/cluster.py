@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ostinato.config import ClusterSection, Recipe, dump_toml
-from ostinato.engine.pool import EnginePool, adapters_only
+from ostinato.engine.pool import EnginePool, publish_adapters
 from ostinato.engine.serve import SamplerLink
 from ostinato.history.store import History
 from ostinato.launch import RunFailed
@@ -76,7 +76,7 @@ def open_cluster(
             stack.callback(link.close)
         else:
             trainer, link = stack.enter_context(open_trainer(inputs, folder)), None
-        publication = adapters_only
+        publication = publish_adapters
         if recipe.adapter.kind == "full":
             publication = stack.enter_context(all_weights(inputs.decoder))
         graders = factory.graders() if section.graders else None

@@ -17,7 +17,7 @@ from ostinato.launch.inputs import RunInputs, environment, rollout_need
 from ostinato.launch.loop import RunComponents
 from ostinato.launch.ranks import open_trainer
 from ostinato.protocols import RestorableTrainer
-from ostinato.rollout.rollout import first_context
+from ostinato.rollout.rollout import start_env
 from ostinato.types import Batch, StepReport
 
 T = TypeVar("T")
@@ -66,7 +66,7 @@ def open_components(
 def _sample_by_vllm(inputs: RunInputs, trainer: RestorableTrainer, folder: Path) -> Iterator[RunComponents]:
     """Yield components without drafts, whose metrics have the verdicts on published policies."""
     recipe, renderer = inputs.recipe, inputs.renderer
-    prompt = asyncio.run(first_context(environment(recipe, renderer, inputs.tools)(inputs.train_prompts[0])))
+    prompt = asyncio.run(start_env(environment(recipe, renderer, inputs.tools)(inputs.train_prompts[0])))
     with vllm_engine(
         recipe,
         inputs.decoder,

@@ -71,10 +71,10 @@ def step_need(recipe: Recipe, answer_tokens: int, prompt_tokens: int = PROMPT) -
 def kv_memory_mb(recipe: Recipe, decoder: Decoder, need: Need | None = None) -> int:
     """``engine.kv_memory_mb`` with "auto" resolved: what ``need`` takes, as far as the device has it, but
     LEAST_MB or more. A number too small for ``need`` stays, with a warning. ``need`` is None for a server."""
-    from ostinato.engine.paged import BLOCK, block_bytes
+    from ostinato.engine.paged import BLOCK, count_block_bytes
 
     section, context = recipe.engine, decoder.config.max_positions
-    size = block_bytes(decoder.config.num_layers, decoder.kv_shape, decoder.dtype) / BLOCK
+    size = count_block_bytes(decoder.config.num_layers, decoder.kv_shape, decoder.dtype) / BLOCK
     set_mb = section.kv_memory_mb
     if need is None:
         on_gpu = decoder.device.type == "cuda"

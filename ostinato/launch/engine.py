@@ -20,7 +20,7 @@ import torch
 from ostinato.config import EngineSection, Recipe
 from ostinato.engine.local import LocalEngine
 from ostinato.engine.vllm import MOST_OPEN, SLOTS, VllmEngine
-from ostinato.engine.vllm_adapters import experts_of
+from ostinato.engine.vllm_adapters import list_expert_kinds
 from ostinato.engine.vllm_server import KEY, Serve, Server, VllmAt, VllmChild
 from ostinato.hf.model import TransformersModel
 from ostinato.hf.sampler import TransformersEngine
@@ -97,7 +97,7 @@ def _server(recipe: Recipe, decoder: Decoder, model: Path, folder: Path, need: N
     if settings.address:
         return VllmAt(settings.address, start_s=start_s, key=key)
     spec, config = adapter_spec(recipe.adapter), decoder.config
-    experts, outputs = experts_of(config, spec), _select_outputs(recipe, decoder)
+    experts, outputs = list_expert_kinds(config, spec), _select_outputs(recipe, decoder)
     if decoder.device.type == "cpu" and any(outputs.values()):
         key = "trainer.replay" if outputs["routes"] else "rollout.top_k, top_p or min_p"
         raise ValueError(f"{key} needs what vLLM returns on a GPU alone; switch it off")

@@ -18,7 +18,7 @@ from ostinato.env.tasks import load_tasks
 from ostinato.every import Axis, Every
 from ostinato.launch.inputs import RunInputs, sampling_of
 from ostinato.model.flops import FlopModel, Work
-from ostinato.pipeline.forgetting import Forgetting, Question, Scorer, questions_for
+from ostinato.pipeline.forgetting import Forgetting, Question, Scorer, count_questions
 from ostinato.reward.verify import exact
 from ostinato.run import RunFolder
 from ostinato.types import Prompt
@@ -39,7 +39,7 @@ def new_forgetting(inputs: RunInputs, trainer: Scorer, run: RunFolder, flops: Fl
     recipe, section = inputs.recipe, inputs.recipe.forgetting
     budget = Every.parse(recipe.trainer.budget, "trainer.budget")
     answers = answers_of(recipe, budget, flops)
-    count = questions_for(round(answers * section.share / USUAL_SHARE)) if section.enabled else 0
+    count = count_questions(round(answers * section.share / USUAL_SHARE)) if section.enabled else 0
     if not count:
         return None
     about, prompts = questions_of(recipe, count)

@@ -45,7 +45,7 @@ from ostinato.render import Renderer
 from ostinato.reward.own_answers import spread, warnings_of
 from ostinato.reward.workers import JUDGE, WorkerGrader
 from ostinato.rollout.interrupt import Interruption
-from ostinato.rollout.rollout import RolloutContext, close_env, first_context
+from ostinato.rollout.rollout import RolloutContext, close_env, start_env
 from ostinato.run import MAIN_SET
 from ostinato.types import Prompt, Sampling
 
@@ -315,7 +315,7 @@ def overlong(
 async def _count_tokens(env: Env, row: Prompt, tries: bool) -> int:
     """Number of tokens of the first context. With ``tries`` a user's own environment also takes one step."""
     try:
-        length = len(await first_context(env))
+        length = len(await start_env(env))
         if tries and isinstance(env, EnvEpisode):
             warning = await env.try_step(str(row.columns.get("answer") or "I do not know."))
             if warning:
@@ -340,7 +340,7 @@ def longest_answer(section: RolloutSection, renderer: Renderer) -> tuple[int, st
     interruption = new_interruption(section, renderer)
     if interruption is None:
         return section.max_tokens, "rollout.max_tokens"
-    return interruption.most_tokens, "rollout.interrupt_after and rollout.answer_tokens"
+    return interruption.max_tokens, "rollout.interrupt_after and rollout.answer_tokens"
 
 
 def new_interruption(rollout: RolloutSection, renderer: Renderer) -> Interruption | None:

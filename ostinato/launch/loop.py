@@ -35,7 +35,7 @@ from ostinato.model.decoder import Decoder
 from ostinato.model.flops import FlopModel, Work
 from ostinato.model.lora import Adapters
 from ostinato.observe.ledger import Ledger, SteadyClock, Terms
-from ostinato.pipeline.account import evaluation_work
+from ostinato.pipeline.account import make_evaluation_work
 from ostinato.pipeline.draft_metrics import Drafting
 from ostinato.pipeline.evaluate import Evaluation, evaluate_groups
 from ostinato.pipeline.loop import Finish, Finished, Loop, LoopState, Plan
@@ -101,7 +101,7 @@ async def score_exported(
     stage, main = new_stage(exact, engine, exact.grader), new_evaluations(exact)[0]
     with ledger.mark_evaluation():
         row, groups = await evaluate_groups(stage, main, state.step)
-    work = evaluation_work(groups, new_flops(exact, adapters))
+    work = make_evaluation_work(groups, new_flops(exact, adapters))
     ledger.evaluation(state.step, "exported", row["seconds"], work)
     return row | {"exported": True, "spent": spent_in_steps(state.step, state.totals)}
 

@@ -212,7 +212,9 @@ def resolve_auto(recipe: Recipe, *, run: Path | None = None, warn: bool = False)
         from ostinato.engine import products
 
         config = read_config(model_folder(model.path))
-        if advice := products.warning(config, model.dtype, native=native, fp32_head=model.fp32_head):
+        if advice := products.explain_slow_dtype(
+            config, model.dtype, native=native, fp32_head=model.fp32_head
+        ):
             logger.warning(f'model.dtype {model.dtype}, as written: {advice}; "auto" would choose')
     return recipe
 
@@ -227,5 +229,7 @@ def _choose_dtype(recipe: Recipe) -> tuple[str, str]:
     if model.backend == "transformers":  # on a CPU backward of torch's own layers is fast in float32
         return ("float32" if device == "cpu" else "bfloat16"), f"a model of transformers on {device}"
     config = read_config(model_folder(model.path))
-    choice = products.choose(config, device=device, native=recipe.engine.native, fp32_head=model.fp32_head)
+    choice = products.choose_dtype(
+        config, device=device, native=recipe.engine.native, fp32_head=model.fp32_head
+    )
     return choice.dtype, choice.reason

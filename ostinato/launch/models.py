@@ -40,9 +40,9 @@ def load_decoder(
             f'model.storage is "int8", which is for a CPU, and model.device is {device}; use "same"'
         )
     if section.backend == "transformers":
-        from ostinato.hf.model import load
+        from ostinato.hf.model import load_transformers
 
-        return load(folder, dtype=dtype, device=device)
+        return load_transformers(folder, dtype=dtype, device=device)
     if shared and device == "cpu":
         assert share is None
         from ostinato.model.shared import shared_model  # Linux only

@@ -27,7 +27,7 @@ from ostinato.launch.python import recipe_with
 from ostinato.lock import LOCK, hold_lock
 from ostinato.observe.ledger import Ledger, SteadyClock
 from ostinato.observe.rows import ends, main_scores
-from ostinato.pipeline.signals import ending
+from ostinato.pipeline.signals import raise_at_sigterm
 from ostinato.run import MAIN_SET, RunFolder, atomic_write, new_run_path
 from ostinato.tables import terminal_table
 from ostinato.terminal import Screen, announce_work, say, show_log
@@ -235,7 +235,7 @@ def new_folder(recipe: Recipe, path: Path | None = None) -> Iterator[Path]:
             path.rmdir()
 
 
-@ending()
+@raise_at_sigterm()
 def _train(
     recipe: Recipe,
     path: Path,

@@ -36,7 +36,7 @@ from ostinato.launch.trainer import new_adapters
 from ostinato.lock import hold_lock
 from ostinato.model.named import model_folder
 from ostinato.model.peft_io import base_fingerprint
-from ostinato.pipeline.signals import StopSignals, ending
+from ostinato.pipeline.signals import StopSignals, raise_at_sigterm
 from ostinato.pipeline.state import Finish
 from ostinato.render import Renderer
 from ostinato.run import RunFolder
@@ -75,7 +75,7 @@ def supervise(recipe: Recipe, path: Path | None = None) -> tuple[Path, int, str]
         return _session(recipe, path, again=True)
 
 
-@ending()
+@raise_at_sigterm()
 def _session(recipe: Recipe, path: Path, *, again: bool) -> tuple[Path, int, str]:
     """Check the recipe, read its rows, derive the number of steps, and train; returns as ``supervise``."""
     _check(recipe)

@@ -20,7 +20,7 @@ from ostinato.model.flops import FlopModel, Work
 from ostinato.observe.ledger import Terms
 from ostinato.observe.timeline import Kind, Span, pool_of
 from ostinato.pipeline.credit import Credit
-from ostinato.rollout.health import injected_tokens, prefilled_tokens, sampled_tokens
+from ostinato.rollout.health import count_injected_tokens, count_prefilled_tokens, count_sampled_tokens
 from ostinato.rollout.rollout import RolloutResult
 from ostinato.routes import route_bytes
 from ostinato.types import Batch, Completion, Group, StepReport
@@ -65,6 +65,7 @@ class Clock:
         self.seconds = {"rollout": 0.0, "reward": 0.0, "train": 0.0, "measure": 0.0}
 
     def record_rollouts(self, results: Sequence[RolloutResult]) -> None:
+        """Set the seconds of "rollout" and "reward" by the last token and the last verdict of ``results``."""
         last_token = max((item.generated_at for item in results), default=self.start)
         last_verdict = max((item.graded_at for item in results), default=self.start)
         self.seconds["rollout"] = last_token - self.start
@@ -72,7 +73,8 @@ class Clock:
 
     @contextmanager
     def track(self, part: str, kind: Kind) -> Iterator[None]:
-        """Count the time of the block as ``part`` (empty: as "other"), and record it as a span."""
+        """Add the time of the block to ``part`` (empty: to "other"), and record it as a span, also after an
+        error."""
         start, unix_start = time.perf_counter(), self._unix()
         try:
             yield
@@ -103,7 +105,7 @@ class Clock:
         return {name: self.seconds[part] for part, name in BUSY.items()}
 
 
-def busy_by_pool(
+def split_busy_seconds(
     spans: Iterable[Span], over: Mapping[str, Mapping[str, float]], pools: Mapping[str, int], seconds: float
 ) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, float]]]:
     """Return (busy seconds by pool and part, at most ``seconds`` for each pool; the seconds above that,
@@ -111,7 +113,9 @@ def busy_by_pool(
 
     ``pools`` maps a pool to its number of devices; a second of a pool is one on each of its devices. Spans
     are reported when they end, so they may add up to more than this step has; ``over`` has the seconds that
-    the step before carried over. Nothing is counted twice or lost."""
+    the step before carried over. Nothing is counted twice or lost, but spans of other pools, and of kinds
+    that are not in OF_KIND, are not counted.
+    """
     seconds_by_pool = {pool: dict(over.get(pool, {})) for pool in pools}
     for span in spans:
         part, pool = OF_KIND.get(span.kind), pool_of(span.worker)
@@ -131,8 +135,8 @@ def busy_by_pool(
 
 
 def share_seconds(busy: Mapping[str, float], seconds: float) -> dict[str, float]:
-    """Return seconds by part of threads that share a pool: seconds in which several work count once, for the
-    first part."""
+    """Return seconds by part of threads that share a pool, ``seconds`` at most in all. Seconds in which
+    several parts work count for one of them: other parts come first by name, and sampling last."""
     remaining, shares = seconds, dict[str, float]()
     for part, part_s in sorted(busy.items(), key=lambda item: (item[0] == "sample", item[0])):
         shares[part] = min(part_s, remaining)
@@ -140,7 +144,7 @@ def share_seconds(busy: Mapping[str, float], seconds: float) -> dict[str, float]
     return shares
 
 
-def pipeline_row(
+def compute_pipeline_row(
     by_pool: Mapping[str, Mapping[str, float]], pools: Mapping[str, int], seconds: float
 ) -> dict[str, float]:
     """Compute the busy and idle shares of ``seconds``: of all devices, and of each pool."""
@@ -156,30 +160,31 @@ def pipeline_row(
 # ---- tokens
 
 
-def token_counts(groups: Sequence[Group]) -> dict[str, int]:
+def count_tokens(groups: Sequence[Group]) -> dict[str, int]:
     """Count the tokens of the rollouts by their use in the engine."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     completions = [turn.completion for trajectory in trajectories for turn in trajectory.turns]
     return {
-        "prefilled": sum(map(prefilled_tokens, trajectories)),
-        "sampled": sum(map(sampled_tokens, trajectories)),
+        "prefilled": sum(map(count_prefilled_tokens, trajectories)),
+        "sampled": sum(map(count_sampled_tokens, trajectories)),
         "drafted": sum(completion.drafted for completion in completions),
         "accepted": sum(completion.accepted for completion in completions),
-        "injected": sum(map(injected_tokens, trajectories)),
-        "recomputed": sum(int(np.diff(spans).sum()) for spans in recomputed_spans(groups)),
+        "injected": sum(map(count_injected_tokens, trajectories)),
+        "recomputed": sum(int(np.diff(spans).sum()) for spans in list_recomputed_spans(groups)),
     }
 
 
-def recomputed_spans(groups: Sequence[Group]) -> list[np.ndarray]:
+def list_recomputed_spans(groups: Sequence[Group]) -> list[np.ndarray]:
     """Return, for each answer that was preempted, the spans [n, 2] of positions that were recomputed."""
     turns = (turn for group in groups for trajectory in group.trajectories for turn in trajectory.turns)
     return [spans for turn in turns if (spans := turn.completion.recomputed) is not None]
 
 
-def trained_tokens(
+def count_trained_tokens(
     credit: Credit, batch: Batch | None, report: StepReport | None
 ) -> tuple[int, Counter[str]]:
-    """Return (number of sampled tokens that changed the policy, numbers of those that did not, by reason)."""
+    """Return (number of sampled tokens that changed the policy, numbers of those that did not, by reason).
+    Tokens of minibatches that the trainer refused are estimated as equal shares of the batch."""
     if batch is None or report is None:
         return 0, +credit.wasted_tokens
     num_refused = int(report.metrics.get("refused_steps", bool(report.skipped)))
@@ -188,9 +193,10 @@ def trained_tokens(
     return batch.num_tokens - refused_tokens, credit.wasted_tokens + Counter(refused_step=refused_tokens)
 
 
-def token_figures(credit: Credit, batch: Batch | None, report: StepReport | None) -> dict[str, float]:
-    """Compute metrics of trained tokens, of the other tokens by reason, and of routes."""
-    num_trained, waste = trained_tokens(credit, batch, report)
+def compute_token_metrics(credit: Credit, batch: Batch | None, report: StepReport | None) -> dict[str, float]:
+    """Compute metrics of trained tokens, of the other tokens by reason, of dropped groups, and of routes if
+    there are any."""
+    num_trained, waste = count_trained_tokens(credit, batch, report)
     row = {f"groups/dropped/{name}": float(count) for name, count in sorted(credit.dropped_groups.items())}
     row |= {f"tokens/wasted/{name}": float(count) for name, count in sorted(waste.items())}
     row |= {
@@ -216,9 +222,9 @@ def count_ages(batch: Batch) -> Counter[int]:
     return Counter(dict(zip(values.tolist(), counts.tolist(), strict=True)))
 
 
-def tool_rates(counts: Mapping[str, float], num_trajectories: float) -> dict[str, float]:
+def compute_tool_rates(counts: Mapping[str, float], num_trajectories: float) -> dict[str, float]:
     """Compute TRL's metrics from the counters of tools in a step: calls per trajectory, share of calls that
-    failed. Empty where nothing was called, or no sequence has ended."""
+    failed. Empty if nothing was called, or no sequence has ended."""
     calls = counts.get("tools/calls", 0.0)
     if not calls or not num_trajectories:  # calls may be of episodes that have not ended yet
         return {}
@@ -229,7 +235,7 @@ def tool_rates(counts: Mapping[str, float], num_trajectories: float) -> dict[str
 # ---- FLOPs
 
 
-def answer_work(prompt: int, cached: int, answer: Completion) -> Work:
+def compute_answer_work(prompt: int, cached: int, answer: Completion) -> Work:
     """Compute the work of an answer to ``prompt`` tokens, of which ``cached`` are in the cache. The last row
     of the prompt gives the logits of the first token, and the last token is never a row; injected tokens need
     no logits."""
@@ -241,7 +247,7 @@ def answer_work(prompt: int, cached: int, answer: Completion) -> Work:
     )
 
 
-def rollout_work(groups: Iterable[Group]) -> Work:
+def compute_rollout_work(groups: Iterable[Group]) -> Work:
     """Compute the work of ``groups`` on an engine that computes nothing twice or for nothing: a prompt is
     prefilled once for its group, except for the last token, from which every answer begins, and a later turn
     prefills new tokens only. It follows from the tokens alone, so it is the same for every engine, cache
@@ -250,21 +256,24 @@ def rollout_work(groups: Iterable[Group]) -> Work:
     for group in groups:
         first_context: np.ndarray | None = None  # the first context of an earlier answer
         for turns in (trajectory.turns for trajectory in group.trajectories if trajectory.turns):
-            num_cached = 0 if first_context is None else _count_common(first_context, turns[0].context[:-1])
+            num_cached = (
+                0 if first_context is None else _count_common_tokens(first_context, turns[0].context[:-1])
+            )
             first_context, history = (turns[0].context if first_context is None else first_context), 0
             for turn in turns:
                 if turn.new_row:
                     num_cached = history = 0
                 history += len(turn.context)
-                total += answer_work(history, num_cached, turn.completion)
+                total += compute_answer_work(history, num_cached, turn.completion)
                 length = len(turn.completion.tokens)
                 num_cached, history = history + max(0, length - 1), history + length
     return total
 
 
-def _count_common(a: np.ndarray, b: np.ndarray) -> int:
+def _count_common_tokens(a: np.ndarray, b: np.ndarray) -> int:
+    """Count the leading tokens that are equal in both."""
     size = min(len(a), len(b))
-    return int(np.append(a[:size] == b[:size], False).argmin())
+    return int(np.append(a[:size] == b[:size], False).argmin())  # the first that differs, or the end
 
 
 def _count_causal_pairs(rows: int) -> int:
@@ -272,12 +281,12 @@ def _count_causal_pairs(rows: int) -> int:
     return rows * (abs(rows) + 1) // 2
 
 
-def batch_work(batch: Batch) -> Work:
+def compute_batch_work(batch: Batch) -> Work:
     """Compute the work of a forward of ``batch``."""
     return sum((Work.packed(part.segments, len(part.rows)) for part in batch.microbatches), Work())
 
 
-def training_flops(model: FlopModel, batch: Work, passes: Mapping[str, float]) -> dict[str, int]:
+def compute_training_flops(model: FlopModel, batch: Work, passes: Mapping[str, float]) -> dict[str, int]:
     """Compute the FLOPs of a training step on ``batch``, with the extra passes that the trainer's metrics
     count: "train" has the passes that training needs, "measure" those for metrics only."""
     forward, backward = model.forward(batch), model.backward(batch)
@@ -288,30 +297,33 @@ def training_flops(model: FlopModel, batch: Work, passes: Mapping[str, float]) -
     return {"train": round(train), "measure": round(measure * forward)}
 
 
-def step_flops(
+def compute_step_flops(
     model: FlopModel, played: Sequence[Group], batch: Batch | None = None, report: StepReport | None = None
 ) -> dict[str, int]:
     """Compute the FLOPs of a step as integers, by part: of the groups ``played``, of training, of measuring.
+    The last two are 0 without a batch or a report.
 
     The first two are the C of a scaling curve: a function of the recipe and the seed, and of no cache,
     drafter, clock or restart.
     """
-    flops = {"sample": sampling_flops(model, played), "train": 0, "measure": 0}
-    return flops | (training_flops(model, batch_work(batch), report.metrics) if batch and report else {})
+    flops = {"sample": compute_sampling_flops(model, played), "train": 0, "measure": 0}
+    return flops | (
+        compute_training_flops(model, compute_batch_work(batch), report.metrics) if batch and report else {}
+    )
 
 
-def sampling_flops(model: FlopModel, groups: Sequence[Group]) -> int:
-    return round(model.forward(rollout_work(groups)))
+def compute_sampling_flops(model: FlopModel, groups: Sequence[Group]) -> int:
+    return round(model.forward(compute_rollout_work(groups)))
 
 
-def flop_figures(flops: Mapping[str, int]) -> dict[str, float]:
+def convert_flops(flops: Mapping[str, int]) -> dict[str, float]:
     """Convert a step's ``flops`` to metrics."""
     return {f"flops/{'rollout' if part == 'sample' else part}": float(n) for part, n in flops.items()}
 
 
-def utilisation(row: Mapping[str, float], peak_flops: float) -> dict[str, float]:
-    """Compute ``train/mfu``, FLOPs of training over the peak FLOPs of the device in that time; empty where a
-    part of it is not known."""
+def compute_utilisation(row: Mapping[str, float], peak_flops: float) -> dict[str, float]:
+    """Compute ``train/mfu``, FLOPs of training over the peak FLOPs of the device in that time; empty if
+    FLOPs, peak or time are unknown or 0."""
     flops, seconds = row.get("flops/train", 0.0), row["time/train_s"]
     return {"train/mfu": flops / (seconds * peak_flops)} if peak_flops and flops and seconds else {}
 
@@ -319,7 +331,7 @@ def utilisation(row: Mapping[str, float], peak_flops: float) -> dict[str, float]
 # ---- the ledger, and sums over the run
 
 
-def step_work(
+def make_step_work(
     credit: Credit,
     batch: Batch | None,
     report: StepReport | None,
@@ -327,11 +339,12 @@ def step_work(
     sampled: Sequence[Group],
 ) -> dict[str, Any]:
     """Make a step's row of the ledger, without its time. ``sampled``: groups of any step that were sampled
-    during this step; ``flops``: of these groups and of training."""
-    num_trained, waste = trained_tokens(credit, batch, report)
+    during this step; ``flops``: of these groups and of training, empty if unknown. Metrics of stragglers and
+    of expert capacity are copied from the report if it has them."""
+    num_trained, waste = count_trained_tokens(credit, batch, report)
     context = batch.num_context_tokens if batch else 0
     counts = {"trained": num_trained, "trained_context": context, "dropped": dict(waste)}
-    row: dict[str, Any] = {"tokens": token_counts(sampled) | counts} | (
+    row: dict[str, Any] = {"tokens": count_tokens(sampled) | counts} | (
         {"flops": dict(flops)} if flops else {}
     )
     metrics = {} if report is None else report.metrics
@@ -341,17 +354,18 @@ def step_work(
     return row
 
 
-def evaluation_work(groups: Sequence[Group], model: FlopModel | None) -> dict[str, Any]:
+def make_evaluation_work(groups: Sequence[Group], model: FlopModel | None) -> dict[str, Any]:
     """Make an evaluation's row of the ledger, without its time."""
-    flops = {} if model is None else {"flops": {"eval": sampling_flops(model, groups)}}
-    return {"tokens": token_counts(groups), **flops}
+    flops = {} if model is None else {"flops": {"eval": compute_sampling_flops(model, groups)}}
+    return {"tokens": count_tokens(groups), **flops}
 
 
 def add_totals(
     totals: Mapping[str, float], row: Mapping[str, float], terms: Terms = FREE
 ) -> dict[str, float]:
-    """Return sums over the run including this step, whose devices and price are ``terms``; earlier steps keep
-    the cost that they had. ``total/money/CURRENCY`` is there while every step was paid in that currency."""
+    """Return sums over the run including this step, whose devices and price are ``terms``; earlier steps
+    keep the cost that they had. ``total/money/CURRENCY`` is dropped at the first step that was not paid in
+    that currency, and does not come back."""
     seconds = terms.devices * row["step_time"]
     row = {**row, "device_seconds": seconds}
     money = f"{MONEY}{terms.currency}"

@@ -29,15 +29,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ostinato.pipeline.spool import Spool, address
+from ostinato.pipeline.spool import Spool, make_address
 from ostinato.protocols import Tasks
 from ostinato.rollout.rollout import (
     RolloutContext,
     RolloutRequest,
     RolloutResult,
     end_tasks,
+    list_verdicts,
     rollout_group,
-    verdicts,
 )
 from ostinato.types import Group
 
@@ -46,8 +46,8 @@ MOST_NAMED = 5  # groups that a sentence names
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """Places in the stream: a step trains on ``batch``, in stream order; where it must first wait for
-    ``awaited``, ``batch`` is empty. Both are empty when no group is in flight."""
+    """Places in the stream. A step trains on ``batch``, in stream order; if it must first wait for
+    ``awaited``, ``batch`` is empty. Both are empty if no group is in flight."""
 
     batch: tuple[int, ...] = ()
     awaited: tuple[int, ...] = ()
@@ -62,62 +62,70 @@ class AdmissionRule:
     steps: int
     overlap: bool = False
 
-    def room(self, admissions: Sequence[Admission], finished: int) -> int:
-        """Return how many groups may be admitted after ``finished`` steps beside ``admissions`` in flight."""
+    def count_room(self, admissions: Sequence[Admission], finished: int) -> int:
+        """Return how many groups may be admitted after ``finished`` steps beside ``admissions`` in flight.
+        Without overlap it is 0 until all of these have ended, and at most ``prompts``."""
         if not self.overlap and not all(admission.ended for admission in admissions):
             return 0  # a round is played when the round before it has ended
         room = min(self.staleness + 1, self.steps - finished) * self.prompts - len(admissions)
         return max(0, room if self.overlap else min(room, self.prompts))
 
-    def round(self, outstanding: int, finished: int) -> int:
-        """Return the step that trains on a group after ``outstanding`` earlier ones if nothing intervenes."""
+    def find_round(self, outstanding: int, finished: int) -> int:
+        """Return the step that trains on a group that has ``outstanding`` groups before it, if nothing
+        intervenes."""
         return finished + 1 + outstanding // self.prompts
 
-    def deadline(self, admission: Admission) -> int:
+    def find_deadline(self, admission: Admission) -> int:
         """Return the number of finished steps after which a group can be trained on for the last time."""
         return admission.step + self.staleness
 
     def choose(self, admissions: Sequence[Admission], finished: int) -> Selection:
         """Choose the batch of the step after ``finished`` steps from the groups in flight, ``admissions``."""
-        running, size = (
+        unended, num_wanted = (
             [admission for admission in admissions if not admission.ended],
             min(self.prompts, len(admissions)),
         )
         if not self.overlap:
             return (
-                Selection(awaited=_list_places(running))
-                if running
-                else Selection(batch=_list_places(admissions)[:size])
+                Selection(awaited=_list_places(unended))
+                if unended
+                else Selection(batch=_list_places(admissions)[:num_wanted])
             )
         ended = (admission for admission in admissions if admission.ended)
-        batch = set(sorted(ended, key=lambda admission: (self.deadline(admission), admission.place))[:size])
-        others = [admission for admission in admissions if admission not in batch]
-        awaited = [admission for admission in self._find_overdue(others, finished) if not admission.ended]
-        if awaited or len(batch) < size:
-            return Selection(awaited=_list_places(awaited or running))
+        batch = set(
+            sorted(ended, key=lambda admission: (self.find_deadline(admission), admission.place))[:num_wanted]
+        )
+        other_admissions = [admission for admission in admissions if admission not in batch]
+        awaited_admissions = [
+            admission for admission in self._find_overdue(other_admissions, finished) if not admission.ended
+        ]
+        if awaited_admissions or len(batch) < num_wanted:
+            return Selection(awaited=_list_places(awaited_admissions or unended))
         return Selection(batch=_list_places(batch))
 
     def _find_overdue(self, admissions: Sequence[Admission], finished: int) -> list[Admission]:
         """Return the groups that are due by the first deadline by which more are due than the steps up to it
         can train on; empty if there is no such deadline."""
-        order = sorted(admissions, key=self.deadline)
+        order = sorted(admissions, key=self.find_deadline)
         for i, admission in enumerate(order):
-            if self.deadline(admission) < finished + 1 + i // self.prompts:
-                return [other for other in order if self.deadline(other) <= self.deadline(admission)]
+            if self.find_deadline(admission) < finished + 1 + i // self.prompts:
+                return [
+                    other for other in order if self.find_deadline(other) <= self.find_deadline(admission)
+                ]
         return []
 
-    def too_old(self, admissions: Sequence[Admission], finished: int) -> tuple[int, ...]:
-        """Return places of the groups that no step would reach by their deadline. There are some only where
-        the recipe was changed before a resume."""
-        late: list[Admission] = []
+    def find_too_old(self, admissions: Sequence[Admission], finished: int) -> tuple[int, ...]:
+        """Return places of the groups that no step would reach by their deadline. There are none unless the
+        recipe was changed before a resume."""
+        late_admissions: list[Admission] = []
         num_before = 0  # with overlap a late group is played again after the others, in lockstep before them
         for admission in sorted(
             admissions, key=lambda admission: (admission.step if self.overlap else 0, admission.place)
         ):
-            if is_late := self.deadline(admission) < finished + num_before // self.prompts:
-                late.append(admission)
+            if is_late := self.find_deadline(admission) < finished + num_before // self.prompts:
+                late_admissions.append(admission)
             num_before += not (is_late and self.overlap)
-        return _list_places(late)
+        return _list_places(late_admissions)
 
 
 def _list_places(admissions: Iterable[Admission]) -> tuple[int, ...]:
@@ -146,9 +154,9 @@ class TrainBatch:
 
 @dataclass(kw_only=True)
 class RolloutBuffer:
-    """Admits groups and returns batches of them. ``cursor`` is the next place in the stream, ``retired``
-    the uids of prompts removed from it; ``leaving`` returns the uids to remove, given the groups that have
-    ended (None: nothing is removed). ``on_progress`` is called whenever a group makes progress."""
+    """Admits groups and returns batches of them. ``cursor`` is the next place in the stream, ``retired`` the
+    uids of prompts removed from it; ``leaving`` returns the uids to remove, given the groups that have ended
+    (None: nothing is removed). ``on_progress`` is called when a group has its last token and when it ends."""
 
     rule: AdmissionRule
     rounds: Rounds
@@ -160,18 +168,23 @@ class RolloutBuffer:
     _training: Sequence[Admission] = ()
     _lost_admissions: list[Admission] = field(default_factory=list)  # of an earlier process, to play again
     _new_results: dict[int, RolloutResult] = field(default_factory=dict)  # by place
-    _to_judge: dict[int, RolloutResult] = field(default_factory=dict)  # their prompts may still be retired
-    _news: asyncio.Event = field(default_factory=asyncio.Event)  # a group has ended
+    _unjudged_results: dict[int, RolloutResult] = field(
+        default_factory=dict
+    )  # their prompts may still be retired
+    _has_ended: asyncio.Event = field(default_factory=asyncio.Event)  # a group has ended
     _num_admitted: int = 0
     _num_anew: int = 0
 
     def recall(self, ahead: Sequence[Admission], finished: int, version: int) -> list[Admission]:
         """Restore from the spool the groups that an earlier process had in flight. Groups that it does not
-        have, or that would be too old by now, are returned: they are played again by a later policy."""
-        late = self.rule.too_old(ahead, finished)
+        have, or that would be too old by now, are returned and kept: they are played again by a later
+        policy."""
+        late_places = self.rule.find_too_old(ahead, finished)
         for admission in ahead:
             now = time.perf_counter()
-            result = None if admission.place in late else self.rounds.recall(admission, version, since=now)
+            result = (
+                None if admission.place in late_places else self.rounds.recall(admission, version, since=now)
+            )
             if result is None:
                 self._lost_admissions.append(admission._replace(ended=False))
                 continue
@@ -179,7 +192,7 @@ class RolloutBuffer:
                 admission=admission._replace(ended=True), since=now, stage="ready", played=result
             )
             if not admission.ended:  # it is in no row of the ledger yet
-                self._new_results[admission.place] = self._to_judge[admission.place] = result
+                self._new_results[admission.place] = self._unjudged_results[admission.place] = result
         return list(self._lost_admissions)
 
     @property
@@ -208,8 +221,9 @@ class RolloutBuffer:
         return not self.ahead and not self.rounds.places(self.cursor, self._retired_uids, 1)
 
     async def batch(self, finished: int, version: int) -> TrainBatch:
-        """Wait for the batch of the step after ``finished`` steps; meanwhile groups are admitted to the
-        policy ``version``."""
+        """Admit groups to the policy ``version`` and wait, until there is a batch for the step after
+        ``finished`` steps; then its groups count as in training, and the counts of admissions start anew.
+        Raises the error of a group whose task has failed."""
         while True:
             self._collect_ended()
             self._raise_failure()
@@ -217,21 +231,24 @@ class RolloutBuffer:
             choice = self.rule.choose(self._list_admissions(), finished)
             if not choice.awaited:
                 return self._take_batch(choice)
-            await self._news.wait()
+            await self._has_ended.wait()
 
     def admit(self, finished: int, version: int) -> None:
-        """Admit as many groups as there is room for."""
-        while room := self.rule.room([*self._training, *self._list_admissions()], finished):
+        """Admit as many groups as there is room for and start them, lost ones first, after retiring solved
+        prompts."""
+        while room := self.rule.count_room([*self._training, *self._list_admissions()], finished):
             self._retire_solved()
-            new = self._readmit_lost(room, finished, version) or self._admit_next(room, finished, version)
-            if not new:
+            new_admissions = self._readmit_lost(room, finished, version) or self._admit_next(
+                room, finished, version
+            )
+            if not new_admissions:
                 return
-            for admission in new:
-                self._start(admission)
+            for admission in new_admissions:
+                self._start_group(admission)
 
-    def fresh(self) -> list[RolloutResult]:
-        """Return the groups that have ended since the last call, in stream order: their cost is charged to
-        the row of this step."""
+    def take_fresh(self) -> list[RolloutResult]:
+        """Return the groups that have ended since the last call, in stream order, and retire the prompts
+        that they solve. Their cost is charged to the row of this step."""
         self._collect_ended()
         self._retire_solved()
         results, self._new_results = self._new_results, {}
@@ -242,9 +259,10 @@ class RolloutBuffer:
         self._training = ()
 
     async def drain(self) -> None:
-        """Wait until every running group has ended and is in the spool."""
+        """Wait until every running group has ended and is in the spool. Raises the error of a group that
+        fails."""
         while self.running:
-            await self._news.wait()
+            await self._has_ended.wait()
             self._collect_ended()
             self._raise_failure()
 
@@ -252,14 +270,14 @@ class RolloutBuffer:
         """End all running tasks."""
         await end_tasks(self._list_tasks())
 
-    def waiting(self) -> str:
+    def describe_waiting(self) -> str:
         """Name the groups that have waited longest, each with its stage and its seconds in that stage."""
         running = [item for item in self._groups.values() if item.played is None]
         running.sort(key=lambda item: item.since)
-        now, uid = time.perf_counter(), self.rounds.uid
+        now, uid = time.perf_counter(), self.rounds.find_uid
         labels = [f"{uid(item.admission)} ({item.stage} for {now - item.since:.0f} s)" for item in running]
-        more = f" and {len(labels) - MOST_NAMED} more" if len(labels) > MOST_NAMED else ""
-        return ", ".join(labels[:MOST_NAMED]) + more or "nothing"
+        suffix = f" and {len(labels) - MOST_NAMED} more" if len(labels) > MOST_NAMED else ""
+        return ", ".join(labels[:MOST_NAMED]) + suffix or "nothing"
 
     # ---- internals
 
@@ -274,49 +292,53 @@ class RolloutBuffer:
         return [item.task for item in self._groups.values() if item.task is not None]
 
     def _collect_ended(self) -> None:
-        """Take the results of tasks that have ended."""
-        self._news.clear()
+        """Take the results of tasks that have ended without an error, and clear the event that announces
+        them."""
+        self._has_ended.clear()
         for place, item in self._groups.items():
             if (
                 item.task is not None
                 and item.task.done()
                 and not (item.task.cancelled() or item.task.exception() is not None)
             ):
-                item.played = self._new_results[place] = self._to_judge[place] = item.task.result()
+                item.played = self._new_results[place] = self._unjudged_results[place] = item.task.result()
                 item.task, item.admission, item.stage = None, item.admission._replace(ended=True), "ready"
 
     def _raise_failure(self) -> None:
-        """Raise the error of a group whose task has failed."""
+        """Raise the error of a group whose task has failed or was cancelled."""
         for task in self._list_tasks():
             if task.done():
                 task.result()
 
     def _retire_solved(self) -> None:
-        """Retire prompts that the new results show to be solved for good."""
-        groups = [self._to_judge.pop(place).group for place in sorted(self._to_judge)]
+        """Retire the prompts that the unjudged results show to be solved for good; these count as judged
+        then."""
+        groups = [self._unjudged_results.pop(place).group for place in sorted(self._unjudged_results)]
         if self.leaving is not None and groups:
             self.retired = (*self.retired, *self.leaving(groups, self.retired))
 
     def _readmit_lost(self, room: int, finished: int, version: int) -> list[Admission]:
-        """Admit lost groups again: noise and place stay, and their age counts from the new policy."""
+        """Admit up to ``room`` lost groups again: noise and place stay, and their age counts from the new
+        policy."""
         admissions, self._lost_admissions = self._lost_admissions[:room], self._lost_admissions[room:]
         self._num_anew += sum(admission.version != version for admission in admissions)
         return [admission._replace(step=finished, version=version, ended=False) for admission in admissions]
 
     def _admit_next(self, room: int, finished: int, version: int) -> list[Admission]:
-        """Make new admissions from the stream; none when every prompt has left it."""
+        """Make new admissions from the stream, and advance the cursor; none if every prompt has left the
+        stream."""
         places = self.rounds.places(self.cursor, self._retired_uids, room)
-        first = len(self._groups) + len(self._training) + len(self._lost_admissions)
-        new = [
-            Admission(self.rule.round(first + i, finished), place, finished, version)
+        num_before = len(self._groups) + len(self._training) + len(self._lost_admissions)
+        new_admissions = [
+            Admission(self.rule.find_round(num_before + i, finished), place, finished, version)
             for i, place in enumerate(places)
         ]
-        if new:
+        if new_admissions:
             self.cursor = places[-1] + 1
-            self._num_admitted += len(new)
-        return new
+            self._num_admitted += len(new_admissions)
+        return new_admissions
 
-    def _start(self, admission: Admission) -> None:
+    def _start_group(self, admission: Admission) -> None:
         state = self._groups[admission.place] = _GroupState(admission=admission, since=time.perf_counter())
 
         def on_generated() -> None:
@@ -329,7 +351,7 @@ class RolloutBuffer:
             return result
 
         state.task = asyncio.create_task(play_group())
-        state.task.add_done_callback(lambda task: self._news.set())
+        state.task.add_done_callback(lambda task: self._has_ended.set())
 
     def _take_batch(self, choice: Selection) -> TrainBatch:
         batch = [self._groups.pop(place) for place in choice.batch]
@@ -343,13 +365,13 @@ class RolloutBuffer:
         return train_batch
 
 
-def places(tasks: Tasks, cursor: int, count: int, retired: Collection[str]) -> list[int]:
+def find_places(tasks: Tasks, cursor: int, count: int, retired: Collection[str]) -> list[int]:
     """Return the next ``count`` indices of the stream from ``cursor`` on whose prompts (by uid) are not
     ``retired``.
 
-    The next cursor is the last index plus 1. Empty when no prompt is left: 2 ``tasks.epoch`` places in a
-    row contain every prompt. While fewer are left than are requested, a prompt comes once in each epoch, so
-    more than once in a step.
+    The next cursor is the last index plus 1. Empty if no prompt is left: 2 ``tasks.epoch`` places in a row
+    contain every prompt. If fewer are left than are requested, a prompt comes once in each epoch, so more
+    than once in a step.
     """
     if not retired:
         return list(range(cursor, cursor + count))
@@ -371,7 +393,7 @@ def find_solved(
     at least ``share`` of these a reward of ``solved_at`` or more. Those in ``retired`` are left out."""
     uids: dict[str, None] = {}  # a set that keeps its order
     for group in groups:
-        values = verdicts(group)
+        values = list_verdicts(group)
         rewards = values[np.isfinite(values)]
         is_solved = len(rewards) >= 2 and (rewards >= solved_at).mean() >= share
         if is_solved and group.prompt.uid not in retired:
@@ -404,32 +426,34 @@ class Rounds:
     def places(self, cursor: int, retired: Iterable[str], count: int = 0) -> list[int]:
         """Return stream indices of the next ``count`` prompts (0: a round of them), without ``retired`` ones;
         empty when all have left."""
-        return places(self.tasks, cursor, count or self.prompts, frozenset(retired))
+        return find_places(self.tasks, cursor, count or self.prompts, frozenset(retired))
 
     async def play(
         self, admission: Admission, *, since: float, generated: Callable[[], None] = lambda: None
     ) -> RolloutResult:
-        """Play the group, or read it from the spool, with ``since`` as its times. ``generated`` is called
-        when the last answer is sampled and only the verdict is missing."""
+        """Play the group and store it in the spool, or take it from there, with ``since`` as its times.
+        ``generated`` is called when the last answer is sampled and only the verdict is missing; not for a
+        group of the spool."""
         result = self.recall(admission, admission.version, since=since)
         if result is not None:
             return result
         ask = self._make_request(admission)
         played = await rollout_group(self.stage, ask, generated)
-        self.spool.put(self.address(admission), played.group, until=admission.step + self.staleness + 1)
+        self.spool.put(self.address(admission), played.group, last_step=admission.step + self.staleness + 1)
         return played
 
     def recall(self, admission: Admission, version: int, *, since: float) -> RolloutResult | None:
-        """Return the group as an earlier process played it; None where the spool does not have it, or where
-        it has tokens of a policy later than ``version``, which does not exist in this run, or not yet."""
+        """Take the group, as an earlier process played it, from the spool, which returns it once. None if
+        the spool does not have it, or if it has tokens of a policy later than ``version``, which does not
+        exist in this run, or not yet."""
         return self.spool.take(self.address(admission), self._make_request(admission), since, newest=version)
 
-    def uid(self, admission: Admission) -> str:
+    def find_uid(self, admission: Admission) -> str:
         """Return the uid of the prompt of an admission."""
         return self.tasks.prompt(admission.place).uid
 
     def address(self, admission: Admission) -> str:
-        return address(self._make_request(admission), self.stage, admission.version)
+        return make_address(self._make_request(admission), self.stage, admission.version)
 
     def _make_request(self, admission: Admission) -> RolloutRequest:
         return RolloutRequest(

@@ -23,9 +23,9 @@ from ostinato.algo.advantages import (
 )
 from ostinato.algo.algorithms import Algorithm
 from ostinato.algo.pack import aggregation_weights
-from ostinato.rollout.convert import samples
-from ostinato.rollout.health import sampled_tokens
-from ostinato.rollout.rollout import FAILED, Drop, drop_reason, verdicts
+from ostinato.rollout.convert import make_samples
+from ostinato.rollout.health import count_sampled_tokens
+from ostinato.rollout.rollout import FAILED, Drop, find_drop_reason, list_verdicts
 from ostinato.types import Group, Reward, Sample, Stop, Trajectory
 
 NO_ADVANTAGE = 1e-9  # an advantage below this is the rounding error of a mean of equal rewards
@@ -42,7 +42,7 @@ class Credit:
     wasted_tokens: Counter[str]  # sampled tokens by the reason why they are not trained on
 
 
-def assign(
+def assign_credit(
     groups: Sequence[Group],
     algorithm: Algorithm,
     *,
@@ -54,15 +54,15 @@ def assign(
     """Shape rewards, drop groups without anything to learn, compute advantages and aggregation weights.
 
     ``answer_tokens`` is the longest answer allowed (all turns): the unit of the overlong penalty and of the
-    constant aggregation. ``solved_at`` is the least reward of a solved answer. ``reward_weights`` by name are
-    for ``rewards = "apart"``; the penalty is then a reward like the others, of weight 1. A sample whose
-    advantage is 0 contributes nothing to the gradient unless a KL or entropy term is on; it then still counts
-    in the weights' denominators, but is not computed. Where ``algorithm.reward_coef`` is 0 every episode that
-    was played counts, whatever its verdict.
+    constant aggregation. ``solved_at`` is the least reward of a solved answer. ``reward_weights`` by name
+    are for ``rewards = "apart"``; the penalty is then a reward like the others, of weight 1. Without a KL or
+    entropy term, samples whose advantage is 0 have no gradient: they count in the denominators of the
+    weights, but are not computed. If ``algorithm.reward_coef`` is 0, every episode that did not fail counts,
+    whatever its verdict.
     """
     if not algorithm.reward_coef:
         groups, min_verdicts = [_zero_rewards(group) for group in groups], 1
-    drops = [drop_reason(group, min_verdicts) for group in groups]
+    drops = [find_drop_reason(group, min_verdicts) for group in groups]
     names = list(reward_weights) if algorithm.rewards is Rewards.APART else []
     rewards = [
         _shape_rewards(group, drop, algorithm, answer_tokens, solved_at, names)
@@ -86,12 +86,12 @@ def assign(
             drop = drops[index] = Drop.ZERO_VARIANCE if algorithm.drop_zero_variance else None
         reasons = [_find_waste_reason(t, drop, algorithm) for t in group.trajectories]
         for trajectory, reason in zip(group.trajectories, reasons, strict=True):
-            waste[reason] += sampled_tokens(trajectory) if reason else 0
+            waste[reason] += count_sampled_tokens(trajectory) if reason else 0
         trained.append(np.where([not reason for reason in reasons], value, np.nan))
-        new_samples += samples(group, index, trained[-1])
-    new_samples = _keep_routed(new_samples, waste)
+        new_samples += make_samples(group, index, trained[-1])
+    new_samples = _select_routed(new_samples, waste)
     weights = aggregation_weights(new_samples, algorithm.aggregation, max_tokens=answer_tokens)
-    pairs = _keep_with_gradient(list(zip(new_samples, weights, strict=True)), algorithm, waste)
+    pairs = _select_with_gradient(list(zip(new_samples, weights, strict=True)), algorithm, waste)
     return Credit(
         advantages=trained,
         samples=[sample for sample, _ in pairs],
@@ -117,13 +117,14 @@ def _shape_rewards(
     solved_at: float,
     names: Sequence[str],
 ) -> np.ndarray:
-    """Return rewards [1, G] with the overlong penalty; where there are ``names``, [K + 1, G]: those of the K
-    functions and the penalty apart. All NaN for a dropped group: it affects no statistic."""
-    total = verdicts(group)
+    """Return rewards [1, G] with the overlong penalty; with ``names`` [K + 1, G], those of the K functions
+    and the penalty as a row of its own. Members are permuted if ``algorithm.shuffled``. All are NaN for a
+    dropped group, so that it affects no statistic."""
+    total = list_verdicts(group)
     rewards = np.array([total, *(_read_verdicts(group, name, total) for name in names)])
     if drop is not None:
         return np.full_like(rewards, np.nan)
-    lengths = np.array([sampled_tokens(trajectory) for trajectory in group.trajectories])
+    lengths = np.array([count_sampled_tokens(trajectory) for trajectory in group.trajectories])
     buffer = round(algorithm.overlong_buffer * answer_tokens)
     penalty = overlong_penalty(
         lengths, max_tokens=answer_tokens, buffer=buffer, factor=algorithm.overlong_factor
@@ -156,8 +157,9 @@ def _find_waste_reason(trajectory: Trajectory, drop: Drop | None, algorithm: Alg
     return "truncated" if algorithm.mask_truncated and trajectory.stop is Stop.LENGTH else ""
 
 
-def _keep_routed(new_samples: list[Sample], waste: Counter[str]) -> list[Sample]:
-    """Return all samples; if only some have routes, these alone: replay takes routes of all or none."""
+def _select_routed(new_samples: list[Sample], waste: Counter[str]) -> list[Sample]:
+    """Return all samples; if only some have routes, return these, since replay takes routes of all or none,
+    and add the tokens of the others to ``waste``."""
     with_routes = [sample for sample in new_samples if sample.experts is not None]
     if with_routes and len(with_routes) < len(new_samples):
         waste["no_routes"] += sum(
@@ -167,9 +169,10 @@ def _keep_routed(new_samples: list[Sample], waste: Counter[str]) -> list[Sample]
     return new_samples
 
 
-def _keep_with_gradient(
+def _select_with_gradient(
     pairs: list[tuple[Sample, np.ndarray]], algorithm: Algorithm, waste: Counter[str]
 ) -> list[tuple[Sample, np.ndarray]]:
+    """Return the pairs that have a gradient, and add the tokens of the others to ``waste``."""
     if algorithm.needs_reference or algorithm.needs_teacher or algorithm.needs_entropy:
         return pairs
     useful = [pair for pair in pairs if np.abs(pair[0].advantages).max() > NO_ADVANTAGE]

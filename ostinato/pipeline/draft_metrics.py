@@ -38,7 +38,7 @@ class Store(Protocol):
 
 @dataclass(kw_only=True)
 class Drafting:
-    """Drafts in a run. ``begin`` before a step's rollouts, ``end`` when its groups are final."""
+    """Drafts in a run. Call ``begin`` before a step's rollouts, and ``end`` when its groups are final."""
 
     store: Store
     lengths: Lengths
@@ -46,24 +46,25 @@ class Drafting:
     saved_s: Callable[[], float]  # seconds that drafts have saved so far, by the engine's cost table
 
     def begin(self) -> None:
-        """Start to count drafts for the step."""
+        """Start to count drafts for the step, from the present counters on."""
         self._stats, self._saved_s = self.drafter.stats(), self.saved_s()
 
     def end(self, groups: Sequence[Group], step: int, rollout_s: float) -> dict[str, float]:
-        """Return the metrics of the step, whose rollouts took ``rollout_s``, and store its answers."""
+        """Return the metrics of the step, whose rollouts took ``rollout_s``; store its answers and their
+        lengths, and drop the live text of its prompts."""
         stats = self.drafter.stats() - self._stats
         num_sampled = sum(
             _count_sampled(answer) for answers in _group_by_prompt(groups).values() for answer in answers
         )
         row = count_drafts(groups) | compute_figures(stats, num_sampled, rollout_s)
         row["draft/seconds_saved"] = self.saved_s() - self._saved_s
-        return row | self._remember(groups, step)
+        return row | self._store_answers(groups, step)
 
     def forget(self, prompts: Iterable[Prompt]) -> None:
         """Drop the live text of prompts whose answers are not stored (an evaluation's)."""
         self.drafter.forget([prompt.uid for prompt in prompts])
 
-    def _remember(self, groups: Sequence[Group], step: int) -> dict[str, float]:
+    def _store_answers(self, groups: Sequence[Group], step: int) -> dict[str, float]:
         entries, num_skipped = collect_answers(groups)
         for uid, answers in entries.items():
             self.store.add(uid, step, answers)
@@ -81,10 +82,10 @@ class Drafting:
 def collect_answers(groups: Iterable[Group]) -> tuple[dict[str, list[HistoryEntry]], int]:
     """Return (the answers of the groups as entries of history, by prompt; the number of answers left out).
 
-    Each turn is an entry of its own, with the last tokens before it as context and the reward of its episode;
-    so is the part after an interruption, with the injected phrase (not sampled) in its context. Only answers
-    with the edges of their uniforms (``Completion.edges``) are kept, and no failed ones, whose numbers may be
-    not finite.
+    Each turn is an entry of its own, with the last tokens before it as context and the reward of its
+    episode. An interrupted answer is an entry for each sampled part; the context of the later part has the
+    injected phrase. Only answers with the edges of their uniforms (``Completion.edges``) are kept, and no
+    failed ones, whose numbers may be not finite.
     """
     entries: dict[str, list[HistoryEntry]] = {}
     num_skipped = 0
@@ -93,9 +94,9 @@ def collect_answers(groups: Iterable[Group]) -> tuple[dict[str, list[HistoryEntr
             reward = None if trajectory.reward is None else trajectory.reward.value
             context = np.zeros(0, np.int32)
             for turn in trajectory.turns:
-                context = _take_tail(context, turn.context)
+                context = _join_tail(context, turn.context)
                 new_entries = _make_entries(context, turn.completion, reward)
-                context = _take_tail(context, turn.completion.tokens)
+                context = _join_tail(context, turn.completion.tokens)
                 if new_entries:
                     entries.setdefault(group.prompt.uid, []).extend(new_entries)
                 num_skipped += not new_entries
@@ -103,13 +104,14 @@ def collect_answers(groups: Iterable[Group]) -> tuple[dict[str, list[HistoryEntr
 
 
 def _make_entries(context: np.ndarray, completion: Completion, reward: float | None) -> list[HistoryEntry]:
-    """Make an entry of each part of the answer that was sampled without an interruption."""
+    """Make an entry of each part of the answer that was sampled without an interruption; none for an answer
+    that failed or has no edges."""
     edges = completion.edges
     if edges is None or completion.stop is Stop.ERROR:
         return []
     return [
         HistoryEntry(
-            context=_take_tail(context, completion.tokens[: part.start]),
+            context=_join_tail(context, completion.tokens[: part.start]),
             tokens=completion.tokens[part],
             probs=np.exp(completion.logprobs[part]),
             edges=edges[part],
@@ -131,8 +133,9 @@ def _count_sampled(completion: Completion) -> int:
     return len(completion.tokens) - completion.num_injected
 
 
-def _take_tail(old: np.ndarray, new: np.ndarray) -> np.ndarray:
-    return (new if len(new) >= CONTEXT else np.concatenate([old, new]))[-CONTEXT:]
+def _join_tail(old_tokens: np.ndarray, new_tokens: np.ndarray) -> np.ndarray:
+    """Return the last CONTEXT tokens of ``old_tokens`` followed by ``new_tokens``."""
+    return (new_tokens if len(new_tokens) >= CONTEXT else np.concatenate([old_tokens, new_tokens]))[-CONTEXT:]
 
 
 def count_drafts(groups: Sequence[Group]) -> dict[str, float]:

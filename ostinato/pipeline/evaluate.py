@@ -23,13 +23,19 @@ from typing import Any
 import numpy as np
 
 from ostinato.every import NEVER, Every, spent_in_steps
-from ostinato.pipeline.account import evaluation_work
+from ostinato.pipeline.account import make_evaluation_work
 from ostinato.pipeline.draft_metrics import Drafting
 from ostinato.pipeline.forgetting import Forgetting
 from ostinato.pipeline.recorder import StepRecorder
 from ostinato.pipeline.state import LoopState
-from ostinato.rollout.health import counters, groups_by_task, length_figures, logged_figures, pass_at_k
-from ostinato.rollout.rollout import RolloutContext, RolloutRequest, RolloutResult, play, verdicts
+from ostinato.rollout.health import (
+    compute_length_metrics,
+    compute_logged_metrics,
+    compute_pass_at_k,
+    count_rollouts,
+    sort_by_task,
+)
+from ostinato.rollout.rollout import RolloutContext, RolloutRequest, RolloutResult, list_verdicts, play_groups
 from ostinato.run import MAIN_SET, to_json
 from ostinato.types import Group, Prompt, Sampling
 
@@ -94,22 +100,25 @@ def _hash_tree(tree: Any) -> str:
 
 
 def is_due(
-    evaluation: Evaluation, now: Mapping[str, float], last: Mapping[str, Any] | None, *, ended: bool
+    evaluation: Evaluation, now: Mapping[str, float], last_row: Mapping[str, Any] | None, *, ended: bool
 ) -> bool:
     """Return whether to score the set now. ``now``: the steps and budget that the run has spent
-    (``spent_in_steps``); ``last``: the set's last row of eval.jsonl.
+    (``spent_in_steps``); ``last_row``: the set's last row of eval.jsonl.
 
     A set is due before training, when the run has ``ended``, and whenever another ``evaluation.every`` or
-    another of its ``shares`` was spent since ``last``: a score that a signal prevented is made later, and
-    none is made twice.
+    another of its ``shares`` was spent since ``last_row``. So a score that a signal prevented is made later.
+    No set is due twice after the same step.
     """
-    if last is not None and last["step"] == now["steps"]:
+    if last_row is not None and last_row["step"] == now["steps"]:
         return False
-    before = {} if last is None else last.get("spent", {})
+    spent_before = {} if last_row is None else last_row.get("spent", {})
     num_shares = [
-        sum(evaluation.budget.share(spent) >= share for share in evaluation.shares) for spent in (before, now)
+        sum(evaluation.budget.share(spent) >= share for share in evaluation.shares)
+        for spent in (spent_before, now)
     ]
-    is_next = evaluation.every.times(now) > evaluation.every.times(before) or num_shares[1] > num_shares[0]
+    is_next = (
+        evaluation.every.times(now) > evaluation.every.times(spent_before) or num_shares[1] > num_shares[0]
+    )
     return ended or not now["steps"] or is_next
 
 
@@ -120,9 +129,11 @@ async def evaluate_groups(
     on_group: Callable[[int, RolloutResult], None] = lambda index, result: None,
 ) -> tuple[dict[str, Any], list[Group]]:
     """Play and score the set under the policy that the engine serves now, after ``step`` training steps;
-    return (row of eval.jsonl, groups). ``on_group`` is called with each group as it ends.
+    return (row of eval.jsonl, groups). ``on_group`` is called with each group as it ends. Every PROGRESS_S
+    seconds the number of scored prompts is logged.
 
-    ``n`` prompts count; those with fewer than k verdicts are reported as ``excluded``.
+    ``n`` prompts count; those with fewer than k verdicts are reported as ``excluded``. The row of the main
+    set shows first answers, and that of a mixture has scores by task.
     """
     start = time.perf_counter()
     samples = evaluation.samples * (1 if step else evaluation.start_factor)
@@ -143,24 +154,25 @@ async def evaluate_groups(
             shown_s = now
         on_group(index, result)
 
-    results = await play(replace(stage, sampling=evaluation.sampling), requests, count_group)
+    results = await play_groups(replace(stage, sampling=evaluation.sampling), requests, count_group)
     seconds = time.perf_counter() - start
     row = {"step": step, "set": evaluation.name, "split": evaluation.split}
     row |= {"held_out": digest_evaluation(evaluation), "prompts": digest_prompts(evaluation)}
     row |= {"weights": evaluation.weights, "samples": samples, "solved_at": evaluation.solved_at}
     groups = [item.group for item in results]
-    rewards = [values[np.isfinite(values)] for values in map(verdicts, groups)]
+    rewards = [values[np.isfinite(values)] for values in map(list_verdicts, groups)]
     row["each"] = [[len(values), int((values >= evaluation.solved_at).sum())] for values in rewards]
     if evaluation.name == MAIN_SET:
-        row["answers"] = [first_answer(group) for group in groups[:SHOWN]]
+        row["answers"] = [show_first_answer(group) for group in groups[:SHOWN]]
     by_task = {
-        name: task_score(score(members, evaluation)) for name, members in groups_by_task(groups).items()
+        name: select_task_scores(compute_scores(members, evaluation))
+        for name, members in sort_by_task(groups).items()
     }
     row |= {"tasks": by_task} if by_task else {}
-    return {**row, **score(groups, evaluation), "seconds": seconds}, groups
+    return {**row, **compute_scores(groups, evaluation), "seconds": seconds}, groups
 
 
-def first_answer(group: Group) -> dict[str, Any]:
+def show_first_answer(group: Group) -> dict[str, Any]:
     """Return what a row of eval.jsonl shows of a prompt: question, right answer if the prompt's row has one,
     and the policy's first answer with its reward."""
     prompt, trajectory = group.prompt, group.trajectories[0]
@@ -178,46 +190,48 @@ def first_answer(group: Group) -> dict[str, Any]:
     }
 
 
-def task_score(row: Mapping[str, Any]) -> dict[str, Any]:
+def select_task_scores(row: Mapping[str, Any]) -> dict[str, Any]:
     """Select the scores that a row of eval.jsonl has for each task of a mixture."""
     names = ("n", "pass@1", "stderr", "answer_stderr", "reward", "reward_stderr")
     return {name: row[name] for name in names}
 
 
-def score(groups: Sequence[Group], evaluation: Evaluation) -> dict[str, Any]:
-    """Compute pass@1, pass@k and mean reward with standard errors, the highest reward, lengths, counters."""
-    rewards = [values[np.isfinite(values)] for values in map(verdicts, groups)]
+def compute_scores(groups: Sequence[Group], evaluation: Evaluation) -> dict[str, Any]:
+    """Compute pass@1, pass@k and mean reward with standard errors over the prompts with at least k verdicts,
+    the highest reward, and lengths and counters of all groups."""
+    rewards = [values[np.isfinite(values)] for values in map(list_verdicts, groups)]
     scored = [values for values in rewards if len(values) >= evaluation.k]
     solutions = [values >= evaluation.solved_at for values in scored]
     outcomes = [(len(values), int(values.sum())) for values in solutions]
-    at_1, at_1_error = mean_and_error([c / n for n, c in outcomes])
-    at_k, at_k_error = mean_and_error([pass_at_k(n, c, evaluation.k) for n, c in outcomes])
-    reward, reward_error = mean_and_error([float(values.mean()) for values in scored])
+    at_1, at_1_error = compute_mean_and_error([c / n for n, c in outcomes])
+    at_k, at_k_error = compute_mean_and_error([compute_pass_at_k(n, c, evaluation.k) for n, c in outcomes])
+    reward, reward_error = compute_mean_and_error([float(values.mean()) for values in scored])
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     return {
         "n": len(scored),
         "excluded": len(groups) - len(scored),
         "pass@1": at_1,
         "stderr": at_1_error,
-        "answer_stderr": answer_error(solutions),
+        "answer_stderr": compute_answer_error(solutions),
         "pass@k": at_k,
         "k": evaluation.k,
         "pass@k_stderr": at_k_error,
         "reward": reward,
         "reward_stderr": reward_error,
-        "reward_answer_stderr": answer_error(scored),
+        "reward_answer_stderr": compute_answer_error(scored),
         "reward_max": max((float(values.max()) for values in scored), default=math.nan),
-        **length_figures(trajectories),
-        **logged_figures(groups),
-        **counters(groups),
+        **compute_length_metrics(trajectories),
+        **compute_logged_metrics(groups),
+        **count_rollouts(groups),
     }
 
 
-def answer_error(answers: Sequence[np.ndarray]) -> float:
+def compute_answer_error(answers: Sequence[np.ndarray]) -> float:
     """Return the standard error, with the prompts fixed, of the mean over prompts of their mean answer.
 
     ``answers`` are the values [m_i] of each of n prompts, independent draws: sqrt(sum of s_i^2 / m_i) / n,
-    with s_i^2 the unbiased variance within prompt i. NaN where a prompt has fewer than 2 values.
+    with s_i^2 the unbiased variance within prompt i. NaN if a prompt has fewer than 2 values, or there is
+    none.
     """
     if not answers or min(map(len, answers)) < 2:
         return math.nan
@@ -225,8 +239,8 @@ def answer_error(answers: Sequence[np.ndarray]) -> float:
     return math.sqrt(sum(mean_variances)) / len(answers)
 
 
-def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """Return (mean, its standard error); NaN where there is too little data."""
+def compute_mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    """Return (mean, its standard error); both are NaN without values, and the error of a single value too."""
     if len(values) < 2:
         return (values[0] if values else math.nan), math.nan
     return float(np.mean(values)), float(np.std(values, ddof=1) / math.sqrt(len(values)))
@@ -251,22 +265,24 @@ class Scores:
         return self._last.get(MAIN_SET, {}).get("step") == step
 
     async def score(self, state: LoopState, *, ended: bool) -> None:
-        """Score the sets that are due; at the end of a run every set is."""
+        """Score the sets that are due; at the end of a run (``ended``) every set that was not scored after
+        this step."""
         now = spent_in_steps(state.step, state.totals)
         for evaluation in self.evaluations:
             if is_due(evaluation, now, self._last.get(evaluation.name), ended=ended):
                 await self._score(evaluation, state.step, now)
 
     async def remember(self, forgetting: Forgetting) -> None:
-        """Record, before training, the abilities of the policy that it is not trained on."""
-        self.recorder.spans = self.recorder.new_spans()
+        """Ask the questions of ``forgetting`` before training, unless that was done, and record their costs
+        and spans."""
+        self.recorder.spans = self.recorder.take_spans()
         with self.recorder.ledger.mark_evaluation():
             line = await forgetting.begin(self.stage.engine)
         if line is not None:
             tokens = {"sampled": sum(len(row["logprobs"]) for row in line["rows"])}
             work = {"tokens": tokens, "flops": {"eval": round(line["flops"])}}
             self.recorder.ledger.evaluation(0, "forgetting", line["seconds"], work)
-            self.recorder.draw(1, self.recorder.new_spans(kept=False))
+            self.recorder.draw(1, self.recorder.take_spans(with_kept=False))
             right = "" if line["right"] is None else f"; {line['right']:.0%} of the answers were right"
             logger.info(
                 f"forgetting: the model was asked {line['questions']} questions of {line['about']}{right}. "
@@ -274,24 +290,25 @@ class Scores:
             )
 
     async def _score(self, evaluation: Evaluation, step: int, now: dict[str, float]) -> None:
+        """Score a set, keep the weights of a main score, and write its row, costs, spans and failures."""
         recorder = self.recorder
-        recorder.spans = recorder.new_spans()  # of the step before
+        recorder.spans = recorder.take_spans()  # of the step before
         with recorder.ledger.mark_evaluation():
             row, groups = await evaluate_groups(
                 self.stage, evaluation, step, lambda *ended: self.on_progress()
             )
             if step and evaluation.name == MAIN_SET:
                 self.keep(step)  # before the row: a score with a row is not made again
-        row |= {"spent": now, **recorder.new_counts()}
+        row |= {"spent": now, **recorder.take_counts()}
         recorder.ledger.evaluation(
-            step, evaluation.name, row["seconds"], evaluation_work(groups, recorder.plan.flops)
+            step, evaluation.name, row["seconds"], make_evaluation_work(groups, recorder.plan.flops)
         )
         if self.drafting is not None:
             self.drafting.forget(evaluation.prompts)
             if recorder.plan.recipe.pipeline.overlap:
                 self.drafting.begin()
-        recorder.draw(step + 1, recorder.new_spans(kept=False))  # their time is not a step's
-        recorder.failures.see(step, groups, evaluation.name, first=not step)
+        recorder.draw(step + 1, recorder.take_spans(with_kept=False))  # their time is not a step's
+        recorder.failures.see(step, groups, evaluation.name, is_first=not step)
         recorder.folder.eval.append(row)
         self._last[evaluation.name] = row
         recorder.observer.on_eval(row)

@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from ostinato.rollout.health import failure
-from ostinato.rollout.rollout import fault_name
+from ostinato.rollout.health import describe_failure
+from ostinato.rollout.rollout import parse_fault_name
 from ostinato.run import RunFolder
 from ostinato.types import Group, Stop, Trajectory
 
@@ -36,7 +36,7 @@ class RewardFails(ValueError):
         self.note = note
 
 
-def failures(groups: Sequence[Group]) -> list[dict[str, Any]]:
+def list_failures(groups: Sequence[Group]) -> list[dict[str, Any]]:
     """Make a row for each reward function that failed for an answer of these groups, sorted by its name."""
     by_function: dict[str, list[tuple[Group, Trajectory, str]]] = {}
     tasks = Counter(
@@ -58,8 +58,9 @@ def failures(groups: Sequence[Group]) -> list[dict[str, Any]]:
     return rows
 
 
-def refuse(rows: Sequence[dict[str, Any]], where: str) -> None:
-    """Raises RewardFails for a function that failed for all the answers ``where``."""
+def refuse_failures(rows: Sequence[dict[str, Any]], where: str) -> None:
+    """Raises RewardFails for the first function that failed for all the answers ``where``; else does
+    nothing."""
     for row in rows:
         if row["count"] == row["of"]:
             note = f"{row['trace']}\nprompt {row['uid']}, completion {row['completion']!r}".lstrip()
@@ -76,47 +77,54 @@ class Failures:
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
         self._logged = set[tuple[str, ...]]()
-        self._ungraded = 0  # steps of this session without any reward
+        self._num_ungraded_steps = 0  # steps of this session without any reward
 
-    def see(self, step: int, groups: Sequence[Group], part: str = TRAIN, *, first: bool = False) -> None:
-        """Record the failures in the answers of ``part`` at ``step``. Raises RewardFails, after recording,
-        where they are the ``first`` answers and a function, or every episode, failed for all of them."""
-        rows = failures(groups)
-        must_stop = first and any(row["count"] == row["of"] for row in rows)
+    def see(self, step: int, groups: Sequence[Group], part: str = TRAIN, *, is_first: bool = False) -> None:
+        """Record and log the failures in the answers of ``part`` at ``step``. Raises RewardFails, after
+        recording, if they are the first answers (``is_first``) and a function, or every episode, failed for
+        all of them."""
+        rows = list_failures(groups)
+        must_stop = is_first and any(row["count"] == row["of"] for row in rows)
         if rows:
             head = {"step": step, "part": part, "stopped": must_stop}
             self._folder.failed.append(*({**head, **row} for row in rows))
         place = f"the evaluation of the set {part}" if part != TRAIN else "training"
         if must_stop:
-            refuse(rows, f"{place} at step {step}")
+            refuse_failures(rows, f"{place} at step {step}")
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-        if first and trajectories and all(trajectory.stop is Stop.ERROR for trajectory in trajectories):
-            ((reason, _),) = Counter(map(failure, trajectories)).most_common(1)
+        if is_first and trajectories and all(trajectory.stop is Stop.ERROR for trajectory in trajectories):
+            ((reason, _),) = Counter(map(describe_failure, trajectories)).most_common(1)
             sentence = f"every episode of {place} at step {step} failed: {reason}; fix it"
             raise RewardFails(sentence, f"{len(trajectories)} episodes")
-        self._log(step, groups)
+        self._log_failures(step, groups)
 
     def check_graded(self, groups: Sequence[Group], step: int, steps: int, reward_coef: float) -> None:
-        """Raises RewardFails where no answer of the first PATIENCE steps, or of all ``steps`` if there are
-        fewer, has a reward; never where ``reward_coef`` is 0, nor in a resumed run, which may have
-        had rewards before."""
-        reasons = Counter(failure(trajectory) for group in groups for trajectory in group.trajectories)
-        self._ungraded += bool(reasons) and "" not in reasons
-        if reward_coef and self._ungraded == step == min(PATIENCE, steps):
+        """Count the steps without any reward. Raises RewardFails if none of the first PATIENCE steps, or of
+        all ``steps`` if there are fewer, has a reward; never if ``reward_coef`` is 0, nor in a resumed run,
+        which may have had rewards before."""
+        reasons = Counter(
+            describe_failure(trajectory) for group in groups for trajectory in group.trajectories
+        )
+        self._num_ungraded_steps += bool(reasons) and "" not in reasons
+        if reward_coef and self._num_ungraded_steps == step == min(PATIENCE, steps):
             ((reason, _),) = reasons.most_common(1)
             sentence = "no reward function gave a number to any answer of training in"
-            sentence += f" {self._ungraded} steps: " + (
+            sentence += f" {self._num_ungraded_steps} steps: " + (
                 "each returned None, a skip; return a number, or give the rows what it needs"
                 if reason == SKIPPED
                 else f"{reason}; fix it"
             )
             raise RewardFails(sentence, f"the last {reasons.total()} answers are in the run's samples")
 
-    def _log(self, step: int, groups: Sequence[Group]) -> None:
-        """Log each kind of failure once, in its own words (a skip has none); the rows count all of them."""
+    def _log_failures(self, step: int, groups: Sequence[Group]) -> None:
+        """Log each kind of failure of each function once, in its own words; a skip is not logged. The rows
+        of metrics count all of them."""
         for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
-            sentence, reports = failure(trajectory), trajectory.reward.failed if trajectory.reward else {}
-            kind = fault_name(sentence)
+            sentence, reports = (
+                describe_failure(trajectory),
+                trajectory.reward.failed if trajectory.reward else {},
+            )
+            kind = parse_fault_name(sentence)
             if kind != sentence and (key := (kind, *reports)) not in self._logged:
                 self._logged.add(key)
                 logger.warning(f"step {step}: {sentence} (reported once; faults/{kind} counts them)")

@@ -35,7 +35,7 @@ from ostinato.algo.pack import pack
 from ostinato.model.flops import FlopModel, Work
 from ostinato.observe.stability import Alarm, Rule
 from ostinato.observe.stats import Bets
-from ostinato.pipeline.account import answer_work, batch_work
+from ostinato.pipeline.account import compute_answer_work, compute_batch_work
 from ostinato.protocols import Engine
 from ostinato.run import Jsonl
 from ostinato.types import Batch, Completion, Request, Sample, Sampling
@@ -76,8 +76,9 @@ class Row:
     right: bool | None  # None: not judged
     drawn: bool = False  # sampled at the run's temperature, for the KL; the other rows are greedy
 
-    def gain(self, logprobs: np.ndarray) -> float:
-        """Return ln rho; -inf where a log-probability is not finite."""
+    def compute_gain(self, logprobs: np.ndarray) -> float:
+        """Return ln rho, per token for an answer that is not judged right; -inf if a log-probability is not
+        finite."""
         change = float((logprobs.astype(float) - self.logprobs).sum())
         change = change if self.right else change / len(self.logprobs)
         return change if math.isfinite(change) else -math.inf
@@ -97,7 +98,9 @@ class State:
     at: int = 0  # the next slice
 
     def advance(self, x: np.ndarray, slices: int) -> tuple[State, bool]:
-        """Return (state after the losses ``x`` of a slice, whether there is an alarm; it ends the bets)."""
+        """Return (state after the losses ``x`` of a slice, whether there is an alarm). After an alarm the
+        bets stay as they are, and the slices go round; otherwise new bets begin after the last slice of a
+        pass."""
         bets, alarm = self.bets.update(x)
         if alarm is not None or bets.alarmed:
             return replace(self, bets=bets, at=(self.at + 1) % slices), alarm is not None
@@ -122,25 +125,25 @@ class Look:
     alarm: Alarm | None
 
 
-def ratios(gains: Iterable[float]) -> np.ndarray:
+def compute_ratios(gains: Iterable[float]) -> np.ndarray:
     """Return min(rho, 1) for each ln rho."""
     return np.exp(np.minimum(np.array([*gains], float), 0.0))
 
 
-def losses(gains: Iterable[float], tolerance: float) -> np.ndarray:
-    """Return observations for ``Bets``, in [-1, 1]: clipped from above, which only lowers their mean, so it
-    is at most 0 while no more than ``tolerance`` is lost."""
-    return np.minimum((1 - ratios(gains) - tolerance) / (UNIT * max(tolerance, 0.01)), 1.0)
+def compute_losses(gains: Iterable[float], tolerance: float) -> np.ndarray:
+    """Return observations for ``Bets``, in [-1, 1]. Losses are clipped from above, which only lowers their
+    mean, so it is at most 0 while no more than ``tolerance`` is lost."""
+    return np.minimum((1 - compute_ratios(gains) - tolerance) / (UNIT * max(tolerance, 0.01)), 1.0)
 
 
 def compute_kept_share(gains: Iterable[float]) -> tuple[float, float, float]:
     """Return (mean of min(rho, 1), lower end, upper end of its 95 % interval with the rows as draws)."""
-    shares = ratios(gains)
+    shares = compute_ratios(gains)
     mean, half = float(shares.mean()), 1.96 * float(np.std(shares, ddof=1)) / math.sqrt(len(shares))
     return mean, max(0.0, mean - half), min(1.0, mean + half)
 
 
-def questions_for(answers: int) -> int:
+def count_questions(answers: int) -> int:
     """Return how many questions a run with so many answers can afford; 0: too few for a watch."""
     count = min(MOST, answers // ANSWERS_PER_QUESTION)
     return count if count >= SLICE else 0
@@ -148,8 +151,8 @@ def questions_for(answers: int) -> int:
 
 @dataclass(kw_only=True)
 class Forgetting:
-    """The watch of a run of ``steps``. Rows and looks are in ``log`` (forgetting.jsonl), from which a resumed
-    run goes on.
+    """The watch of a run of ``steps``. Rows and looks are in ``log`` (forgetting.jsonl), from which a
+    resumed run continues.
 
     ``about``: the questions, in words. ``share``: the share of the run's FLOPs that the watch may cost.
     ``tolerance``: the share of the ability that may be lost without an alarm.
@@ -169,7 +172,7 @@ class Forgetting:
     tolerance: float = 0.03
 
     def open(self) -> None:
-        """Read the log, after it was cut to the finished steps."""
+        """Restore the state from the log, which was cut to the finished steps before."""
         self._slices: list[tuple[Sequence[int], Batch]] = []
         self._rows: Sequence[Row] = ()
         self._gains: dict[int, float] = {}  # latest ln rho of each row, by place
@@ -177,14 +180,16 @@ class Forgetting:
         for line in self.log.rows():
             self._spent += line["flops"]
             if "about" in line:
-                self._set_rows([_parse_row(row) for row in line["rows"]])
+                self._slice_rows([_parse_row(row) for row in line["rows"]])
             else:
                 self._state = State.of(line["state"])
                 gains = [-math.inf if gain is None else gain for gain in line["gains"]]
                 self._gains |= dict(zip(line["places"], gains, strict=True))
 
     async def begin(self, engine: Engine) -> dict[str, Any] | None:
-        """Ask the questions and keep the right answers. Returns the log's line; None if done before."""
+        """Ask the questions, keep the right answers and those without a verdict, and sampled answers for the
+        KL; score them, and append the line that is returned to the log. With too few of these, ROUND answers
+        are kept, as wrong. Returns None and does nothing if there are rows."""
         if self._rows:
             return None
         start = time.perf_counter()
@@ -203,7 +208,7 @@ class Forgetting:
             good_rows = [row for row in rows[:ROUND] if len(row.logprobs)]
             good_rows = [replace(row, right=False) for row in good_rows]
         verdicts = [row.right for row in rows if row.right is not None]
-        self._set_rows([*good_rows, *drawn_rows])
+        self._slice_rows([*good_rows, *drawn_rows])
         scores = {
             place: part_scores
             for part in self._slices
@@ -227,7 +232,8 @@ class Forgetting:
     async def _sample_answers(
         self, engine: Engine, numbers: Sequence[int], sampling: Sampling
     ) -> tuple[list[Row], Work]:
-        """Return (rows of answers to the questions of these numbers, the work of sampling them)."""
+        """Return (rows of answers to the questions of these numbers, the work of sampling them); an empty
+        answer counts as wrong."""
         questions = [self.questions[number] for number in numbers]
         requests = [
             Request(tokens=question.tokens, sampling=sampling, seed=(self.seed, SEED, number))
@@ -235,24 +241,28 @@ class Forgetting:
         ]
         answers = {index: answer async for index, answer in engine.generate(requests)}
         work = (
-            answer_work(len(question.tokens), 0, answers[index]) for index, question in enumerate(questions)
+            compute_answer_work(len(question.tokens), 0, answers[index])
+            for index, question in enumerate(questions)
         )
         rows = [_make_row(question, answers[index]) for index, question in enumerate(questions)]
         return [row if len(row.logprobs) else replace(row, right=False) for row in rows], sum(work, Work())
 
     def look(self, step: int, totals: Mapping[str, float], batch: Batch) -> Look | None:
-        """Score the next rows after the training of ``step`` on ``batch``; ``totals``: of the run before the
-        step. Returns None where there are no rows, or no look can be afforded now."""
+        """Score the next rows after the training of ``step`` on ``batch``, and append a line to the log;
+        ``totals``: of the run before the step. Returns None if there are no rows, or no look can be afforded
+        now."""
         if not self._rows:
             return None
-        spent = totals.get("total/flops", 0.0)
+        run_flops = totals.get("total/flops", 0.0)
         # the forward twice: sampling costs about as much
-        step_flops = 2 * self._count_flops(batch) + self.flops.backward(batch_work(batch))
-        limit = self.share * min(self.budget, (spent + step_flops) * (1 + 0.5 * (self.steps - step) / step))
-        limit_now = max(self.share * (spent + step_flops), HEAD_START * limit)
+        step_flops = 2 * self._count_flops(batch) + self.flops.backward(compute_batch_work(batch))
+        total_limit = self.share * min(
+            self.budget, (run_flops + step_flops) * (1 + 0.5 * (self.steps - step) / step)
+        )
+        present_limit = max(self.share * (run_flops + step_flops), HEAD_START * total_limit)
         start, spent_before, scores, gains, has_alarm = time.perf_counter(), self._spent, {}, {}, False
         while self._spent + self._count_flops(self._slices[self._state.at][1]) <= (
-            limit if scores else limit_now
+            total_limit if scores else present_limit
         ):
             bets = self._state.bets
             has_alarm = self._score_slice(scores, gains)
@@ -271,18 +281,21 @@ class Forgetting:
         return Look(metrics=metrics, cost=cost, alarm=self._make_alarm(step) if has_alarm else None)
 
     def _score_slice(self, scores: dict[int, np.ndarray], gains: dict[int, float]) -> bool:
-        """Score the next slice into ``scores`` and ``gains``, by place; return whether there is an alarm."""
+        """Score the next slice into ``scores`` and ``gains``, by place, add its FLOPs, and update the bets;
+        return whether there is an alarm. Wrong answers alone are no ability: then nothing is bet."""
         places, batch = self._slices[self._state.at]
         new_scores = self._score_rows(places, batch)
         new_gains = {
-            n: self._rows[n].gain(logprobs) for n, logprobs in new_scores.items() if not self._rows[n].drawn
+            n: self._rows[n].compute_gain(logprobs)
+            for n, logprobs in new_scores.items()
+            if not self._rows[n].drawn
         }
         self._spent += self._count_flops(batch)
         scores |= new_scores
         gains |= new_gains
         self._gains |= new_gains
         has_ability = any(self._rows[n].right is not False for n in new_gains)
-        observations = losses(new_gains.values(), self.tolerance) if has_ability else np.empty(0)
+        observations = compute_losses(new_gains.values(), self.tolerance) if has_ability else np.empty(0)
         self._state, has_alarm = self._state.advance(observations, len(self._slices))
         return has_alarm
 
@@ -315,11 +328,12 @@ class Forgetting:
 
     # ---- rows and batches
 
-    def _set_rows(self, rows: Sequence[Row]) -> None:
+    def _slice_rows(self, rows: Sequence[Row]) -> None:
+        """Store the rows, and pack them into slices; the first slice has all sampled rows too."""
         self._rows = rows
         greedy = [n for n, row in enumerate(rows) if not row.drawn]
         count = max(1, round(len(greedy) / SLICE))
-        parts = [greedy[first::count] for first in range(count)]
+        parts = [greedy[first_index::count] for first_index in range(count)]
         parts[0] += [n for n, row in enumerate(rows) if row.drawn]
         self._slices = [(part, self._pack_rows([rows[n] for n in part])) for part in parts]
 
@@ -329,7 +343,7 @@ class Forgetting:
         return pack(samples, weights, tokens_per_microbatch=self.tokens_per_microbatch)
 
     def _count_flops(self, batch: Batch) -> float:
-        return self.flops.forward(batch_work(batch))
+        return self.flops.forward(compute_batch_work(batch))
 
     def _score_rows(self, places: Sequence[int], batch: Batch) -> dict[int, np.ndarray]:
         """Compute the present log-probabilities [T] of the rows at ``places``."""

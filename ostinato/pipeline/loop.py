@@ -36,7 +36,7 @@ from ostinato.pipeline.draft_metrics import Drafting
 from ostinato.pipeline.evaluate import Evaluation, Scores
 from ostinato.pipeline.failed import RewardFails
 from ostinato.pipeline.forgetting import Forgetting
-from ostinato.pipeline.recorder import StepRecorder, TrainResult, check_ages, prepare
+from ostinato.pipeline.recorder import StepRecorder, TrainResult, check_ages, prepare_training
 from ostinato.pipeline.signals import Abandoned, StopSignals, Watchdog
 from ostinato.pipeline.spool import Spool
 from ostinato.pipeline.state import (
@@ -48,7 +48,7 @@ from ostinato.pipeline.state import (
     Plan,
     Silent,
     Workers,
-    nothing_to_learn,
+    make_untrainable_error,
 )
 from ostinato.protocols import MetricWriter, Tasks, Timed, Trainer
 from ostinato.rollout.rollout import RolloutContext, RolloutResult
@@ -66,7 +66,8 @@ TRAINER = "trainer"  # name of the loop as a worker, where it trains itself
 
 @dataclass(kw_only=True)
 class Loop:
-    """An assembled run. ``await loop.run()`` trains until ``trainer.steps`` are done or a signal stops it.
+    """An assembled run. ``await loop.run()`` trains until the steps are done, or something else ends it
+    (Finish).
 
     ``save`` writes a checkpoint of the trainer and of a state, and returns the step of the oldest checkpoint
     that is kept: the spool has the groups after it. It is called every ``checkpoint_every`` steps and
@@ -98,18 +99,19 @@ class Loop:
 
     async def run(self) -> Finished:
         """Train until the run ends. Raises NoTrainableSamples when ``max_empty_steps`` steps in a row had
-        nothing to learn from, RewardFails when a reward function has never worked, and Stalled when there was
-        no progress for ``watch_s``. Errors of the engine and the trainer are raised unchanged, after a
-        checkpoint unless the trainer is between two steps. A batch that the trainer refuses as ``Misaligned``
-        is removed from the spool, so a resumed run plays it again; mostly it has not changed the trainer."""
+        nothing to learn from, RewardFails when a reward function has never worked, StalenessViolation, and
+        Stalled when there was no progress for ``watch_s``. Errors of engine and trainer are raised
+        unchanged, after a checkpoint unless the trainer is within a step. A batch that the trainer refuses
+        as ``Misaligned`` is removed from the spool, so a resumed run plays it again; mostly it has not
+        changed the trainer."""
         self._ledger = self.ledger or Ledger(folder=self.folder)
         with self._ledger.session(self.state.step):
             finished = await self._run()
             self._ledger.why = finished.why
         return finished
 
-    def _open(self) -> None:
-        """Create the objects that are used until the end of the run."""
+    def _create_parts(self) -> None:
+        """Delete rows of later steps, recall the groups in flight, and create what is used until the end."""
         self.folder.truncate_after(self.state.step)
         self._spool = Spool(self.folder.path / "inflight.jsonl.zst", self._ledger, self.state.step)
         self._buffer = new_buffer(
@@ -118,13 +120,13 @@ class Loop:
             tasks=self.tasks,
             stage=self.stage,
             spool=self._spool,
-            on_progress=lambda: self._watchdog.on_progress(),
+            on_progress=lambda: self._watchdog.on_progress(),  # a lambda: ``_watch_progress`` makes it later
         )
-        if message := recall(self._buffer, self.state, self._spool):
+        if message := recall_groups(self._buffer, self.state, self._spool):
             logger.info(message)
         if self.forgetting is not None:
             self.forgetting.open()
-        self._saved_step, self._between_steps = self.state.step, False
+        self._saved_step, self._is_training = self.state.step, False
         self._recorder = StepRecorder(
             plan=self.plan,
             folder=self.folder,
@@ -143,10 +145,10 @@ class Loop:
             keep=self.keep,
             on_progress=lambda: self._watchdog.on_progress(),
         )
-        self._finish = self._find_finish()
+        self._finish = self._check_end()
 
     async def _run(self) -> Finished:
-        self._open()
+        self._create_parts()
         self.stage.engine.publish(self.trainer.adapters(), self.state.version)
         with StopSignals(self.plan.grace_s) as self._signals, self._watch_progress():
             try:
@@ -159,7 +161,7 @@ class Loop:
                 )
             except Misaligned as error:
                 self._spool.reject(self._buffer.addresses)
-                if not (error.steps_taken and self._between_steps):  # else some weights have changed
+                if not (error.steps_taken and self._is_training):  # else some weights have changed
                     self._try_checkpoint()
                 raise
             except RewardFails:  # after a fix these groups are judged again
@@ -168,7 +170,7 @@ class Loop:
             except OSError:  # a row may be missing, and a checkpoint must not be ahead of the rows
                 raise
             except Exception:
-                if not self._between_steps:
+                if not self._is_training:
                     self._try_checkpoint()
                 raise
             finally:
@@ -192,8 +194,8 @@ class Loop:
                 self._checkpoint()
             if self.state.empty_in_a_row >= self.plan.max_empty_steps:
                 counts = sum(self.counters, Counter[str]())
-                raise nothing_to_learn(self.state, self.folder.metrics.path, counts)
-        if signals.limited:
+                raise make_untrainable_error(self.state, self.folder.metrics.path, counts)
+        if signals.is_limited:
             self._activity = f"what is on its way after step {self.state.step} may end"
             await signals.run_bounded(self._buffer.drain())
 
@@ -206,7 +208,8 @@ class Loop:
         )
 
     async def _step(self) -> None:
-        """Play, train, publish, report. Nothing awaits after the training: a step is done or not at all."""
+        """Play, train, publish, report, admit. Nothing awaits after the training: a step is done or not at
+        all."""
         step, overlap = self.state.step + 1, self.plan.recipe.pipeline.overlap
         clock = Clock(step, self._ledger.clock, self.worker)
         self._activity = f"step {step} waits for its groups"
@@ -216,7 +219,7 @@ class Loop:
             train_batch = await self._buffer.batch(self.state.step, self.state.version)
         groups = [set_step(step, item.group) for item in train_batch.batch]
         failures = self._recorder.failures
-        failures.see(step, groups, first=step == 1)
+        failures.see(step, groups, is_first=step == 1)
         failures.check_graded(groups, step, self.plan.recipe.trainer.steps, self.algorithm.reward_coef)
         outcome = await self._run_training(groups, clock)
         version = self.state.version
@@ -224,7 +227,7 @@ class Loop:
             version += 1
             with clock.track("publish" if overlap else "train", Kind.PUBLISH):
                 self.stage.engine.publish(self.trainer.adapters(), version)
-        results = self._buffer.fresh()
+        results = self._buffer.take_fresh()
         if not overlap:
             clock.record_rollouts(results)
         draft_metrics = self._make_draft_metrics(results, clock)
@@ -233,13 +236,13 @@ class Loop:
         row |= self.state.totals
         has_ended = self._finish is not None
         self._finish = self._recorder.report(step, row, groups, outcome, has_ended) or self._finish
-        self._finish = self._finish or self._find_finish()
+        self._finish = self._finish or self._check_end()
         if overlap and self._has_next:
             self._buffer.admit(step, version)
         self._watchdog.on_progress()
 
     def _make_draft_metrics(self, results: Sequence[RolloutResult], clock: Clock) -> dict[str, float]:
-        """Return the draft metrics of the step, and store its answers for later drafts."""
+        """Return the draft metrics of the step, and store its answers; with overlap the next counts begin."""
         if self.drafting is None:
             return {}
         # where rollouts overlap with training a drafter works during the whole step
@@ -250,25 +253,25 @@ class Loop:
         return metrics
 
     async def _run_training(self, groups: Sequence[Group], clock: Clock) -> TrainResult:
-        """Train on the groups, in a thread where workers need the event loop meanwhile."""
+        """Train on the groups, in a thread if workers need the event loop meanwhile."""
         self._activity = f"step {self.state.step + 1} is training"
         if self.plan.recipe.pipeline.overlap or self._ledger.terms.pools:
-            with self._signals.finishing():
+            with self._signals.mark_finishing():
                 return await in_thread(lambda: self._train_on(groups, clock))
-        with self._signals.blocking():
+        with self._signals.mark_blocking():
             return self._train_on(groups, clock)
 
     def _train_on(self, groups: Sequence[Group], clock: Clock) -> TrainResult:
-        outcome = prepare(groups, self.plan, self.algorithm, clock, self.state.version)
+        outcome = prepare_training(groups, self.plan, self.algorithm, clock, self.state.version)
         if outcome.batch is None:
             return outcome
         check_ages(outcome.batch, self.state.step + 1, self.plan.recipe.pipeline.staleness)
-        self._between_steps = True
+        self._is_training = True
         with clock.track("train", Kind.TRAIN if self.worker == TRAINER else Kind.WAIT):
             try:
                 report = self.trainer.step(outcome.batch)
             except Exception:
-                self._between_steps = not self.workers.trainer_consistent()
+                self._is_training = not self.workers.trainer_consistent()
                 raise
         if report.mismatch is not None:
             clock.move_measuring(report.mismatch["seconds"])
@@ -280,7 +283,7 @@ class Loop:
     def _end_step(
         self, step: int, version: int, train_batch: TrainBatch, outcome: TrainResult, row: dict[str, float]
     ) -> None:
-        """Advance the state by the finished step, and add the new state's metrics to ``row``."""
+        """Free the step's groups, advance the state, and add the new state's metrics to ``row``."""
         self._buffer.end_step()
         old, drops = self.state, outcome.credit.dropped_groups
         dropped = Counter(old.dropped) + drops
@@ -297,7 +300,7 @@ class Loop:
             dropped=dict(sorted(dropped.items())),
             totals=add_totals(old.totals, row, self._ledger.terms),
         )
-        self._between_steps = False
+        self._is_training = False
         row |= (
             self.state.count_retired(old, len(self.tasks)) if self.plan.recipe.rollout.solved_for_good else {}
         )
@@ -305,8 +308,8 @@ class Loop:
         if train_batch.num_anew:
             row["groups/played_anew"] = float(train_batch.num_anew)
 
-    def _find_finish(self) -> Finish | None:
-        """Return why the run ends now (SPENT, or SOLVED: every prompt has left the stream), or None."""
+    def _check_end(self) -> Finish | None:
+        """Return why the run ends now, or None: SPENT, or SOLVED, if all prompts have left."""
         if self.plan.budget.share(spent_in_steps(self.state.step, self.state.totals)) >= 1:
             return Finish.SPENT
         if not self._buffer.is_dry:
@@ -316,13 +319,13 @@ class Loop:
 
     @contextmanager
     def _watch_progress(self) -> Iterator[None]:
-        """End a wait without progress with ``Stalled``, within the context."""
+        """Run a watchdog within the context, which ends a wait without progress with ``Stalled``."""
         self._activity = "nothing has begun"
         self._watchdog = Watchdog(
             self.plan.recipe.pipeline.watch_s,
             self._signals,
             self.workers.progress,
-            lambda: f"{self._activity}; on the way for longest: {self._buffer.waiting()}",
+            lambda: f"{self._activity}; on the way for longest: {self._buffer.describe_waiting()}",
         )
         task = asyncio.create_task(self._watchdog.watch())
         try:
@@ -331,8 +334,8 @@ class Loop:
             task.cancel()
 
     async def _evaluate(self) -> None:
-        """Score the sets that are due, at the end of a run all of them. After a score of the main set, ask
-        the observer whether to stop."""
+        """Score the sets that are due, at the end of a run all. After a score of the main set the observer
+        may stop the run, and all sets are scored."""
         self._activity = f"the evaluation after step {self.state.step}"
         await self._scores.score(self.state, ended=self._is_due(0))
         if not self.state.step or not self._scores.is_new(self.state.step):
@@ -356,7 +359,8 @@ class Loop:
             self._watchdog.on_progress()
 
     def _try_checkpoint(self) -> None:
-        """Checkpoint after an error. A failure to save is only logged, so that the first error is raised."""
+        """Checkpoint after an error; an OSError or RuntimeError is logged, so that the first error is
+        raised."""
         try:
             self._checkpoint()
         except (OSError, RuntimeError) as error:
@@ -407,10 +411,10 @@ def new_buffer(
     )
 
 
-def recall(buffer: RolloutBuffer, state: LoopState, spool: Spool) -> str:
+def recall_groups(buffer: RolloutBuffer, state: LoopState, spool: Spool) -> str:
     """Restore the groups that an earlier process had in flight. Groups that the spool does not have are
     played again in their places by the current policy; prompts that lost groups had retired stay retired.
-    Returns a sentence where that changes the run, else ""."""
+    Returns a sentence if another policy plays some of them, which changes the run; else ""."""
     lost_versions = [admission.version for admission in buffer.recall(state.ahead, state.step, state.version)]
     if not (versions := sorted({version for version in lost_versions if version != state.version})):
         return ""

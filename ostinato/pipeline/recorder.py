@@ -19,27 +19,27 @@ from ostinato.observe.stability import watch_after
 from ostinato.observe.timeline import Kind, Span, pool_of, select_spans
 from ostinato.pipeline.account import (
     Clock,
-    busy_by_pool,
+    compute_pipeline_row,
+    compute_sampling_flops,
+    compute_step_flops,
+    compute_token_metrics,
+    compute_tool_rates,
+    compute_utilisation,
+    convert_flops,
     count_ages,
-    flop_figures,
-    pipeline_row,
-    recomputed_spans,
-    sampling_flops,
+    count_tokens,
+    list_recomputed_spans,
+    make_step_work,
     share_seconds,
-    step_flops,
-    step_work,
-    token_counts,
-    token_figures,
-    tool_rates,
-    utilisation,
+    split_busy_seconds,
 )
 from ostinato.pipeline.buffer import RolloutBuffer, TrainBatch
-from ostinato.pipeline.credit import Credit, assign
+from ostinato.pipeline.credit import Credit, assign_credit
 from ostinato.pipeline.failed import Failures
 from ostinato.pipeline.forgetting import Look
 from ostinato.pipeline.state import Finish, Observer, Plan, StalenessViolation, Workers
 from ostinato.protocols import MetricWriter, Timed
-from ostinato.rollout.health import health, task_figures
+from ostinato.rollout.health import compute_health, compute_task_metrics
 from ostinato.rollout.rollout import RolloutResult
 from ostinato.run import RunFolder, group_rows
 from ostinato.types import Batch, Group, StepReport
@@ -58,11 +58,12 @@ class TrainResult:
     look: Look | None = None  # of the forgetting watch
 
 
-def prepare(
+def prepare_training(
     groups: Sequence[Group], plan: Plan, algorithm: Algorithm, clock: Clock, version: int
 ) -> TrainResult:
-    """Assign the groups' credit, and pack the samples to train on, for the trainer of ``version``."""
-    credit = assign(
+    """Assign the groups' credit, and pack the samples to train on, for the trainer of ``version``, in the
+    time of ``clock``; without samples there is no batch."""
+    credit = assign_credit(
         groups,
         algorithm,
         min_verdicts=min(2, plan.recipe.rollout.group_size),
@@ -111,7 +112,7 @@ class StepRecorder:
         self.failures = Failures(self.folder)
         self._last_row_at = time.perf_counter()
         self._old_totals = sum(self.counters, Counter())
-        self._carried = dict[str, dict[str, float]]()
+        self._carried_seconds = dict[str, dict[str, float]]()
         self._watch = watch_after(self.folder.metrics.rows())
 
     def record(
@@ -124,31 +125,36 @@ class StepRecorder:
         learned: TrainResult,
         drafted: Mapping[str, float],
     ) -> dict[str, float]:
-        """Return the row of the step, without sums over the run; also write the ledger and the timeline.
-        ``groups`` were trained on or dropped in the step; the cost of ``ended`` is charged to the row."""
+        """Return the row of the step, without sums over the run; write the ledger and the timeline, and take
+        the counts and spans. ``groups`` were trained on or dropped in the step; the cost of ``ended`` is
+        charged to the row, without what an earlier process has paid."""
         new_groups, model = [item.group for item in ended], self.plan.flops
         credit, batch, report, look = learned.credit, learned.batch, learned.report, learned.look
         flop_groups = groups if self.plan.recipe.pipeline.overlap else new_groups
-        flops = {} if model is None else step_flops(model, flop_groups, batch, report)
+        flops = {} if model is None else compute_step_flops(model, flop_groups, batch, report)
         if flops and look is not None:
             flops["measure"] += round(look.cost["flops"])
-        row = health(groups, solved_at=self.plan.solved_at) | task_figures(groups, self.plan.solved_at)
-        row |= {**drafted, **token_figures(credit, batch, report)}
+        row = compute_health(groups, solved_at=self.plan.solved_at) | compute_task_metrics(
+            groups, self.plan.solved_at
+        )
+        row |= {**drafted, **compute_token_metrics(credit, batch, report)}
         row |= {"empty_step": float(batch is None)}
         row |= {"refused_step": float(report is not None and bool(report.skipped))}
         row |= {**(report.metrics if report else {}), **(look.metrics if look else {})}
-        row |= flop_figures(flops) | self._make_time_metrics(clock, new_groups)
-        row |= utilisation(row, self.plan.peak_flops)
+        row |= convert_flops(flops) | self._make_time_metrics(clock, new_groups)
+        row |= compute_utilisation(row, self.plan.peak_flops)
         if self.plan.recipe.pipeline.overlap:  # all that has ended since the last row was played since then
             now, last_row_at = time.perf_counter(), self._last_row_at
             row["tokens_per_s"] = row["tokens/played"] / (now - last_row_at)
             self._last_row_at = now
-        spans = [*clock.spans, *self.new_spans()]
+        spans = [*clock.spans, *self.take_spans()]
         by_pool = self._split_by_pool(feed, spans, row, clock.waited_s)
         charged_groups = [item.group for item in ended if not item.paid]
-        charged_flops = {} if model is None else flops | {"sample": sampling_flops(model, charged_groups)}
-        work = step_work(credit, batch, report, charged_flops, charged_groups)
-        counts = self.new_counts()
+        charged_flops = (
+            {} if model is None else flops | {"sample": compute_sampling_flops(model, charged_groups)}
+        )
+        work = make_step_work(credit, batch, report, charged_flops, charged_groups)
+        counts = self.take_counts()
         if judge_counts := {key.removeprefix(JUDGE): n for key, n in counts.items() if key.startswith(JUDGE)}:
             work["judge"] = judge_counts
         if look is not None:
@@ -156,7 +162,7 @@ class StepRecorder:
         self.ledger.step(clock.step, row["step_time"], clock.busy(), work, by_pool)
         self.draw(clock.step, spans)
         row |= {"rollout/from_spool": float(sum(item.spooled for item in train_batch.batch)), **counts}
-        row |= tool_rates(counts, sum(len(group.trajectories) for group in new_groups))
+        row |= compute_tool_rates(counts, sum(len(group.trajectories) for group in new_groups))
         if batch is not None and (self.plan.recipe.pipeline.staleness or self.plan.recipe.pipeline.overlap):
             row |= {f"staleness/hist/{age}": float(n) for age, n in sorted(count_ages(batch).items())}
         return row | {**self.workers.extra_metrics(), **counts}  # these have a 0 for every possible counter
@@ -164,9 +170,9 @@ class StepRecorder:
     def _make_time_metrics(self, clock: Clock, groups: Sequence[Group]) -> dict[str, float]:
         """Make metrics of the time of a step in which ``groups`` were played."""
         total, parts = clock.read()
-        row = {"rollout/preempted": float(sum(map(len, recomputed_spans(groups)))), "step_time": total}
+        row = {"rollout/preempted": float(sum(map(len, list_recomputed_spans(groups)))), "step_time": total}
         row["time/cpu_s"] = time.process_time() - clock.cpu_start  # of all threads of this process
-        row["tokens/played"] = float(token_counts(groups)["sampled"])
+        row["tokens/played"] = float(count_tokens(groups)["sampled"])
         row["tokens_per_s"] = row["tokens/played"] / total
         for name, seconds in parts.items():
             row |= {f"time/{name}_s": seconds, f"time/{name}_share": seconds / total}
@@ -175,29 +181,32 @@ class StepRecorder:
     def _split_by_pool(
         self, feed: RolloutBuffer, spans: Sequence[Span], row: dict[str, float], waited_s: float
     ) -> dict[str, dict[str, float]] | None:
-        """Return busy seconds by pool and part, for the ledger; None where there is a single pool. Otherwise
-        add the pipeline metrics to ``row``."""
+        """Add the pipeline metrics to ``row``, and return busy seconds by pool and part, for the ledger.
+        With a single pool and without overlap return None and add nothing. Seconds above the step's are
+        carried over to the next step."""
         known_pools, seconds = self.ledger.terms.pools, row["step_time"]
         if not (known_pools or self.plan.recipe.pipeline.overlap):
             return None
         pools = known_pools or Counter(pool_of(worker) for worker in {span.worker for span in spans})
-        by_pool, self._carried = busy_by_pool(spans, self._carried, pools, seconds)
-        row |= pipeline_row(by_pool, pools, seconds) | {"pipeline/wait_s": waited_s}
+        by_pool, self._carried_seconds = split_busy_seconds(spans, self._carried_seconds, pools, seconds)
+        row |= compute_pipeline_row(by_pool, pools, seconds) | {"pipeline/wait_s": waited_s}
         row |= {"queue/running": float(feed.running), "queue/ready": float(feed.ready)}
         if known_pools:
             return by_pool
         all_busy = sum(map(Counter, by_pool.values()), Counter[str]())
         return {POOL: share_seconds(all_busy, seconds)}
 
-    def new_spans(self, *, kept: bool = True) -> list[Span]:
-        """Return the spans of all workers since the last call; with ``kept`` after those kept for the row."""
-        new = [span for worker in self.span_sources for span in worker.take_spans()]
-        if not kept:
-            return new
+    def take_spans(self, *, with_kept: bool = True) -> list[Span]:
+        """Return the spans of all workers since the last call; ``with_kept``: after those kept for the row,
+        which are cleared."""
+        new_spans = [span for worker in self.span_sources for span in worker.take_spans()]
+        if not with_kept:
+            return new_spans
         spans, self.spans = self.spans, []
-        return [*spans, *new]
+        return [*spans, *new_spans]
 
     def draw(self, step: int, spans: Sequence[Span]) -> None:
+        """Append a selection of the spans to the timeline, which depends on its size so far."""
         path = self.folder.timeline.path
         size = path.stat().st_size if path.exists() else 0
         if rows := [span.to_json() for span in select_spans(spans, step=step, file_bytes=size)]:
@@ -206,7 +215,8 @@ class StepRecorder:
     def report(
         self, step: int, row: dict[str, float], groups: Sequence[Group], learned: TrainResult, ended: bool
     ) -> Finish | None:
-        """Write the row. Returns why the run has to end now, or None; ``ended``: this is the last step."""
+        """Write the row to all writers, and samples, mismatch and notes if they are due; tell the observer.
+        Returns why the run has to end now, or None; ``ended``: this is the last step."""
         report, (row, finish) = learned.report, self._watch_row(step, row, learned.look)
         for writer in (self.folder, *self.writers):
             writer.write(step, row)
@@ -241,8 +251,9 @@ class StepRecorder:
         row |= {"watch/collapsed": float(self._watch.collapsed)}
         return row, Finish.COLLAPSED if is_collapsed else finish
 
-    def new_counts(self) -> dict[str, float]:
-        """Return the increments of all counters since the last call."""
+    def take_counts(self) -> dict[str, float]:
+        """Return the increments of all counters since the last call; counters that did not grow are left
+        out."""
         totals = sum(self.counters, Counter[str]())
         counts, self._old_totals = totals - self._old_totals, totals
         return {name: float(count) for name, count in sorted(counts.items())}

@@ -32,9 +32,9 @@ class Ended(KeyboardInterrupt):
 
 
 @contextmanager
-def ending() -> Iterator[None]:
-    """Raise Ended at the first SIGTERM within the context, so that everything open is closed in order.
-    ``StopSignals`` takes precedence. Outside the main thread nothing changes."""
+def raise_at_sigterm() -> Iterator[None]:
+    """Raise Ended at the first SIGTERM within the context, so that everything open is closed in order; later
+    ones are ignored. ``StopSignals`` takes precedence. Outside the main thread nothing changes."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -59,14 +59,19 @@ class Stalled(Lost):
 
 
 class StopSignals:
-    """A context in which the signals above are handled; outside the main thread, where Python delivers no
-    signals, it handles none. To be entered inside a running event loop. ``at_once``: the first Ctrl-C acts
-    as the second."""
+    """A context in which the signals above are handled. Outside the main thread, where Python delivers no
+    signals, it handles none. Enter it inside a running event loop. ``at_once``: the first Ctrl-C acts as the
+    second."""
 
     def __init__(self, grace_s: float, *, at_once: bool = False) -> None:
         self.received: signal.Signals | None = None
         self._grace_s, self._at_once = grace_s, at_once
-        self._is_expired, self._is_killed, self._is_blocking, self._is_finishing = False, False, False, False
+        self._is_expired, self._is_cancelled, self._is_blocking, self._is_finishing = (
+            False,
+            False,
+            False,
+            False,
+        )
         self._error: Exception | None = None
         self._task: asyncio.Task[Any] | None = None
         self._previous: dict[signal.Signals, Any] = {}
@@ -83,13 +88,14 @@ class StopSignals:
             signal.signal(number, handler)
 
     @property
-    def limited(self) -> bool:
+    def is_limited(self) -> bool:
         """Whether only the grace period is left."""
         return self.received is signal.SIGTERM
 
     async def run_bounded(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return the result of ``work``. It is cancelled when the grace period ends, a second Ctrl-C comes or
-        ``give_up`` is called; then Abandoned, KeyboardInterrupt or the error of ``give_up`` is raised."""
+        """Return the result of ``work``. It is cancelled when the grace period ends, a second Ctrl-C comes
+        or ``give_up`` is called; then Abandoned, KeyboardInterrupt or the error of ``give_up`` is raised. If
+        the grace period is over already, ``work`` is not begun."""
         if self._is_expired:
             work.close()
             raise Abandoned
@@ -97,7 +103,7 @@ class StopSignals:
         try:
             return await self._task
         except asyncio.CancelledError:
-            if self._is_killed:
+            if self._is_cancelled:
                 raise KeyboardInterrupt from None
             if self._error is not None:
                 raise self._error from None
@@ -108,13 +114,13 @@ class StopSignals:
             self._task = None
 
     def give_up(self, error: Exception) -> None:
-        """Cancel the running work; its caller gets ``error``."""
+        """Cancel the running work; its caller gets ``error``. Without running work nothing happens."""
         if self._task is not None:
             self._error = error
             self._task.cancel()
 
     @contextmanager
-    def blocking(self) -> Iterator[None]:
+    def mark_blocking(self) -> Iterator[None]:
         """Mark the context as work that keeps the event loop from running: no cancellation can reach it."""
         self._is_blocking = True
         try:
@@ -123,7 +129,7 @@ class StopSignals:
             self._is_blocking = False
 
     @contextmanager
-    def finishing(self) -> Iterator[None]:
+    def mark_finishing(self) -> Iterator[None]:
         """Mark the context as work that the end of the grace period does not cancel."""
         self._is_finishing = True
         try:
@@ -132,18 +138,20 @@ class StopSignals:
             self._is_finishing = False
 
     def _handle_signal(self, number: int, frame: FrameType | None) -> None:
+        """Store the signal; cancel the work at a second Ctrl-C, and start the grace period at a SIGTERM."""
         if number == signal.SIGINT and (self._at_once or self.received is not None):
             # Raised inside a task, KeyboardInterrupt would tear down the event loop around the other tasks:
             # these are cancelled in order instead, unless no task can be cancelled or that was tried before.
-            if self._is_killed or self._is_blocking or self._task is None:
+            if self._is_cancelled or self._is_blocking or self._task is None:
                 raise KeyboardInterrupt
-            self._is_killed = True
+            self._is_cancelled = True
             self._loop.call_soon_threadsafe(self._task.cancel)
-        elif number == signal.SIGTERM and not self.limited:
+        elif number == signal.SIGTERM and not self.is_limited:
             self._loop.call_soon_threadsafe(self._loop.call_later, self._grace_s, self._end_grace)
-        self.received = self.received if self.limited else signal.Signals(number)
+        self.received = self.received if self.is_limited else signal.Signals(number)
 
     def _end_grace(self) -> None:
+        """Cancel the running work, unless it may finish; what follows is abandoned."""
         self._is_expired = True
         if self._task is not None and not self._is_finishing:
             self._task.cancel()
@@ -154,7 +162,8 @@ class Watchdog:
     reported by calls of ``on_progress``. ``waiting`` describes what is waited for.
 
     Idle time is counted in slices of the event loop: while the loop is blocked, no worker can make progress,
-    so none is considered late."""
+    so none is considered late.
+    """
 
     SLICES = 20  # of the limit: checks until the wait is ended
 
@@ -168,7 +177,8 @@ class Watchdog:
         self._idle_slices = 0
 
     async def watch(self) -> None:
-        """Check progress in every slice, until cancelled; cancel running work after SLICES without any."""
+        """Check progress in every slice, until cancelled. After SLICES without any, and after every further
+        one, cancel the running work with ``Stalled``."""
         while True:
             await asyncio.sleep(self._limit_s / self.SLICES)
             self._idle_slices += 1

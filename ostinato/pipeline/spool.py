@@ -41,27 +41,28 @@ class Spool:
     ignored. ``ledger`` is that of this process, which has finished ``step`` and recalls no group up to it."""
 
     def __init__(self, path: Path, ledger: Ledger, step: int = 0) -> None:
-        self.path, self._log, self._ledger = path, JsonlZst(path), ledger
+        self.path, self._file, self._ledger = path, JsonlZst(path), ledger
         self._rows: dict[str, dict[str, Any]] = {}
-        for row in self._log.rows():  # a later row of an address has the process that pays instead
+        for row in self._file.rows():  # a later row of an address has the process that pays instead
             if row["step"] > step:
                 self._rows[row["address"]] = {**self._rows.get(row["address"], {}), **row}
 
-    def put(self, address: str, group: Group, until: int = 0) -> None:
-        """Store a group for the step that requested it, and up to step ``until``."""
+    def put(self, address: str, group: Group, last_step: int = 0) -> None:
+        """Store a group for the step that requested it, and up to step ``last_step`` if that is later."""
         trajectories = [_make_trajectory_row(trajectory) for trajectory in group.trajectories]
-        self._append_row(max(group.step, until), address, trajectories=trajectories)
+        self._append_row(max(group.step, last_step), address, trajectories=trajectories)
 
     def take(
         self, address: str, ask: RolloutRequest, since: float, newest: int | None = None
     ) -> RolloutResult | None:
-        """Return the group that an earlier process played under this address, with ``since`` as its times:
-        once, and only if none of its tokens is of a policy later than ``newest``; else None."""
+        """Return the group that an earlier process played under this address, with ``since`` as its times.
+        None if there is none, if it was taken, or if a token of it is of a policy later than ``newest``. If
+        no row of the ledger has paid for it, this process pays, and a row says so."""
         row = self._rows.pop(address, None)
         if row is None:
             return None
         group = _parse_group(row, ask)
-        if newest is not None and newest_version(group) > newest:
+        if newest is not None and find_newest_version(group) > newest:
             return None
         paid = self._ledger.has(tuple(row.get("paid_in", ())))
         if not paid:  # its process was killed before the step had ended
@@ -69,28 +70,30 @@ class Spool:
         return RolloutResult(group=group, generated_at=since, graded_at=since, spooled=True, paid=paid)
 
     def _append_row(self, step: int, address: str, **columns: Any) -> None:
-        self._log.append({"step": step, "address": address, "paid_in": self._ledger.next_row, **columns})
+        """Append a row, which the next row of the ledger pays."""
+        self._file.append({"step": step, "address": address, "paid_in": self._ledger.next_row, **columns})
 
     def forget(self, step: int) -> None:
-        """Drop the groups up to ``step``, which the oldest checkpoint covers."""
-        self._keep(lambda row: row["step"] > step)
+        """Delete the groups up to ``step``, which the oldest checkpoint covers, from the file too."""
+        self._filter_rows(lambda row: row["step"] > step)
 
     def reject(self, addresses: Collection[str]) -> None:
-        """Drop these groups, which the trainer has refused and would refuse again."""
-        self._keep(lambda row: row["address"] not in addresses)
+        """Delete these groups, from the file too: the trainer has refused them and would refuse them
+        again."""
+        self._filter_rows(lambda row: row["address"] not in addresses)
 
-    def _keep(self, predicate: Callable[[Mapping[str, Any]], bool]) -> None:
-        self._log.keep(predicate)
+    def _filter_rows(self, predicate: Callable[[Mapping[str, Any]], bool]) -> None:
+        self._file.keep(predicate)
         self._rows = {key: row for key, row in self._rows.items() if predicate(row)}
 
 
-def address(ask: RolloutRequest, stage: RolloutContext, version: int) -> str:
+def make_address(ask: RolloutRequest, stage: RolloutContext, version: int) -> str:
     """Return a key of all that determines a played group: the request, the policy version and the stage."""
     request = f"{ask.seed} x{ask.group_size} {ask.prompt.uid} v{version}"
     return f"{request} context={stage.context_limit} stage={stage.identity} {stage.sampling}"
 
 
-def newest_version(group: Group) -> int:
+def find_newest_version(group: Group) -> int:
     """Return the newest version among the policies that sampled a group's tokens; -1 without tokens."""
     turns = [turn for trajectory in group.trajectories for turn in trajectory.turns]
     return max((int(turn.completion.versions.max(initial=-1)) for turn in turns), default=-1)
@@ -162,6 +165,7 @@ def _pack(value: Any) -> Any:
 
 
 def _unpack(value: Any) -> Any:
+    """Convert back what ``_pack`` and ``routes_to_json`` made; other values stay."""
     if not isinstance(value, dict):
         return value
     if "routes" in value:

@@ -59,7 +59,8 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopState:
-    """The state of a run; a checkpoint has it as JSON (``asdict``, ``LoopState(**d)``).
+    """The state of a run; a checkpoint has it as JSON (``asdict``, ``LoopState(**d)``). Raises ValueError
+    for ``ahead`` as older versions wrote it.
 
     ``admitted`` = ``trained`` + the sum of ``dropped`` + the number of those ``ahead``, all in groups.
     """
@@ -88,7 +89,8 @@ class LoopState:
         return asdict(self)
 
     def account_groups(self) -> dict[str, float]:
-        """Return metrics of all admitted groups, each counted once: trained on, dropped, or in flight."""
+        """Return metrics of all admitted groups, each counted once: trained on, dropped, or in flight.
+        Raises AssertionError if these do not add up."""
         dropped = sum(self.dropped.values())
         assert self.admitted == self.trained + dropped + len(self.ahead), (
             f"step {self.step}: of {self.admitted} groups {self.trained} were trained on, {dropped} "
@@ -101,13 +103,14 @@ class LoopState:
             "groups/outstanding": float(len(self.ahead)),
         }
 
-    def count_retired(self, before: LoopState, prompts: int) -> dict[str, float]:
-        """Return metrics of prompts that have left for good, of ``prompts``: since ``before`` and in all."""
+    def count_retired(self, old_state: LoopState, num_prompts: int) -> dict[str, float]:
+        """Return metrics of prompts that have left for good, since ``old_state`` and in all, and the share
+        of all ``num_prompts`` that is left."""
         total = len(self.retired)
         return {
-            "groups/retired": float(total - len(before.retired)),
+            "groups/retired": float(total - len(old_state.retired)),
             "groups/retired_total": float(total),
-            "groups/left_share": 1 - total / prompts,
+            "groups/left_share": 1 - total / num_prompts,
         }
 
 
@@ -117,7 +120,9 @@ class Finished:
     why: Finish
 
 
-def nothing_to_learn(state: LoopState, metrics: Path, counted: Mapping[str, float]) -> NoTrainableSamples:
+def make_untrainable_error(
+    state: LoopState, metrics: Path, counted: Mapping[str, float]
+) -> NoTrainableSamples:
     """Make the error of a run without trainable samples; ``counted``: by tools and graders, in all steps."""
     note = describe_unreadable(counted)
     return NoTrainableSamples(

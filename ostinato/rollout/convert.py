@@ -13,12 +13,12 @@ import numpy as np
 from ostinato.types import NO_EXPERT, Group, Sample, Support, Trajectory, Turn
 
 
-def samples(group: Group, group_index: int, advantages: np.ndarray) -> list[Sample]:
+def make_samples(group: Group, group_index: int, advantages: np.ndarray) -> list[Sample]:
     """Return a Sample for each row of each member with a finite advantage ([G], NaN = not trained on), in
-    order.
+    order. Raises ValueError if such a member has no turns.
 
-    All rows of a member have its advantage. The uid is "prompt uid#member", with ".row" appended
-    for further rows. ``experts`` is None where any token but the last lacks its route.
+    All rows of a member have its advantage. The uid is "prompt uid#member", with ".row" appended for further
+    rows. ``experts`` is None if any token but the last lacks its route.
     """
     return [
         _merge_turns(turns, trajectory, float(advantage), group_index, member, uid + f".{row}" * (row > 0))
@@ -32,6 +32,7 @@ def samples(group: Group, group_index: int, advantages: np.ndarray) -> list[Samp
 def _merge_turns(
     turns: tuple[Turn, ...], trajectory: Trajectory, advantage: float, group_index: int, member: int, uid: str
 ) -> Sample:
+    """Make a Sample of the turns of a row. Raises ValueError without turns."""
     if not turns:
         raise ValueError(f"sample {uid} has an advantage but no turns; give it NaN")
     tokens, masks, logprobs, versions = [], [], [], []
@@ -59,8 +60,8 @@ def _merge_turns(
 
 
 def _merge_supports(turns: Sequence[Turn]) -> Support | None:
-    """Return the ids that each token of the merged sequence was drawn from (for context the whole
-    vocabulary); None where no turn has a record."""
+    """Return the ids that each token of the merged sequence was drawn from; for context, and turns without a
+    record, the whole vocabulary. None if no turn has a record."""
     if all(turn.completion.support is None for turn in turns):
         return None
     parts: list[Support] = []

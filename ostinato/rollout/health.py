@@ -11,11 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from ostinato.rollout.rollout import FAILED, fault_name, verdicts
+from ostinato.rollout.rollout import FAILED, list_verdicts, parse_fault_name
 from ostinato.types import Group, Reward, Stop, Trajectory
 
 
-def health(groups: Sequence[Group], *, solved_at: float = 1.0) -> dict[str, float]:
+def compute_health(groups: Sequence[Group], *, solved_at: float = 1.0) -> dict[str, float]:
     """Compute all metrics of a step's groups, dropped groups included: rewards, solved shares, lengths,
     counters.
 
@@ -23,26 +23,27 @@ def health(groups: Sequence[Group], *, solved_at: float = 1.0) -> dict[str, floa
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     return {
-        **reward_figures(groups),
-        **solved_figures(groups, solved_at),
-        **length_figures(trajectories),
-        **logged_figures(groups),
-        **counters(groups),
+        **compute_reward_metrics(groups),
+        **compute_solved_metrics(groups, solved_at),
+        **compute_length_metrics(trajectories),
+        **compute_logged_metrics(groups),
+        **count_rollouts(groups),
     }
 
 
-def reward_figures(groups: Sequence[Group]) -> dict[str, float]:
+def compute_reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Compute ``reward``, ``reward_std`` and ``rewards/{function}/mean|std`` over trajectories with a
-    verdict, as TRL reports them (deviations with n - 1); ``reward_group_std`` is the mean of the
-    deviations inside groups."""
-    rewards = [values[np.isfinite(values)] for values in map(verdicts, groups)]
+    verdict, as TRL reports them (deviations with n - 1). ``reward_group_std`` is the mean of the deviations
+    inside groups, and ``frac_reward_zero_std`` the share of groups whose rewards are equal, of those with
+    two verdicts or more."""
+    rewards = [values[np.isfinite(values)] for values in map(list_verdicts, groups)]
     all_rewards = np.concatenate(rewards) if rewards else np.empty(0)
     comparable = [values for values in rewards if len(values) > 1]
     figures = {
         "reward": _compute_mean(all_rewards),
         "reward_std": _compute_std(all_rewards),
         "reward_group_std": _compute_mean([_compute_std(values) for values in comparable]),
-        "frac_reward_zero_std": _compute_mean([zero_variance(values) for values in comparable]),
+        "frac_reward_zero_std": _compute_mean([has_equal_rewards(values) for values in comparable]),
     }
     for name, values in _collect_values(reward.parts for reward in _collect_rewards(groups)).items():
         figures |= {
@@ -52,13 +53,14 @@ def reward_figures(groups: Sequence[Group]) -> dict[str, float]:
     return figures
 
 
-def logged_figures(groups: Sequence[Group]) -> dict[str, float]:
+def compute_logged_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Compute ``logged/{name}``: the mean over trajectories of the values given to ``log_metric``."""
     values_by_name = _collect_values(reward.metrics for reward in _collect_rewards(groups))
     return {f"logged/{name}": _compute_mean(values) for name, values in values_by_name.items()}
 
 
 def _collect_rewards(groups: Sequence[Group]) -> list[Reward]:
+    """Return the rewards of all trajectories that have one, also without a value."""
     return [t.reward for group in groups for t in group.trajectories if t.reward is not None]
 
 
@@ -70,14 +72,14 @@ def _collect_values(rows: Iterable[Mapping[str, float | None]]) -> dict[str, lis
     return dict(sorted(values.items()))
 
 
-def solved_figures(groups: Sequence[Group], solved_at: float) -> dict[str, float]:
+def compute_solved_metrics(groups: Sequence[Group], solved_at: float) -> dict[str, float]:
     """Compute shares of prompts solved by none, some and all of their samples; pass@1, pass@k and their
     difference, the headroom that RL can turn into pass@1. k is the size of the smallest judged group."""
-    rewards = [values[np.isfinite(values)] for values in map(verdicts, groups)]
+    rewards = [values[np.isfinite(values)] for values in map(list_verdicts, groups)]
     outcomes = [(len(values), int((values >= solved_at).sum())) for values in rewards if len(values)]
     k = min((n for n, _ in outcomes), default=0)
     at_1 = _compute_mean([c / n for n, c in outcomes])
-    at_k = _compute_mean([pass_at_k(n, c, k) for n, c in outcomes])
+    at_k = _compute_mean([compute_pass_at_k(n, c, k) for n, c in outcomes])
     return {
         "solved_none": _compute_mean([c == 0 for _, c in outcomes]),
         "solved_some": _compute_mean([0 < c < n for n, c in outcomes]),
@@ -89,7 +91,7 @@ def solved_figures(groups: Sequence[Group], solved_at: float) -> dict[str, float
     }
 
 
-def groups_by_task(groups: Sequence[Group]) -> dict[str, list[Group]]:
+def sort_by_task(groups: Sequence[Group]) -> dict[str, list[Group]]:
     """Return the groups of each task of a mixture, by name; empty without a mixture."""
     tasks: dict[str, list[Group]] = {}
     for group in groups:
@@ -98,23 +100,23 @@ def groups_by_task(groups: Sequence[Group]) -> dict[str, list[Group]]:
     return dict(sorted(tasks.items()))
 
 
-def task_figures(groups: Sequence[Group], solved_at: float) -> dict[str, float]:
+def compute_task_metrics(groups: Sequence[Group], solved_at: float) -> dict[str, float]:
     """Compute ``tasks/{name}/share`` of the groups and, over these, ``reward``, ``pass@1`` and
     ``frac_reward_zero_std``, for each task of a mixture that has groups."""
     figures: dict[str, float] = {}
-    for name, members in groups_by_task(groups).items():
-        values = reward_figures(members) | solved_figures(members, solved_at)
+    for name, members in sort_by_task(groups).items():
+        values = compute_reward_metrics(members) | compute_solved_metrics(members, solved_at)
         figures[f"tasks/{name}/share"] = len(members) / len(groups)
         for key in ("reward", "pass@1", "frac_reward_zero_std"):
             figures[f"tasks/{name}/{key}"] = values[key]
     return figures
 
 
-def length_figures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Compute metrics of sampled tokens per trajectory, over all turns, without failed trajectories;
-    "terminated" trajectories ended by themselves. Also the metrics of interrupted answers."""
+def compute_length_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Compute metrics of sampled tokens per trajectory, over all turns, without failed trajectories.
+    "terminated" trajectories were not truncated. The metrics of turns and interruptions are added."""
     played = [trajectory for trajectory in trajectories if trajectory.stop not in FAILED]
-    lengths = [sampled_tokens(trajectory) for trajectory in played]
+    lengths = [count_sampled_tokens(trajectory) for trajectory in played]
     terminated = [
         n for n, trajectory in zip(lengths, played, strict=True) if trajectory.stop is not Stop.LENGTH
     ]
@@ -126,14 +128,14 @@ def length_figures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         },
         "completions/clipped_ratio": _compute_mean([trajectory.stop is Stop.LENGTH for trajectory in played]),
         "turns/mean": _compute_mean([len(trajectory.turns) for trajectory in played]),
-        **interruption_figures(played),
+        **compute_interruption_metrics(played),
     }
 
 
-def interruption_figures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Compute ``interrupt/rate``, the share of answers (turns) that were interrupted. Where there are some:
-    ``answered``, the share of them that then ended by themselves, and ``answer_length``, the mean number of
-    tokens sampled after the phrase."""
+def compute_interruption_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Compute ``interrupt/rate``, the share of answers (turns) that were interrupted. If there are some,
+    compute ``answered``, the share of them that were not truncated, and ``answer_length``, the mean number
+    of tokens sampled after the phrase."""
     answers = [turn.completion for trajectory in trajectories for turn in trajectory.turns]
     interrupted_answers = [answer for answer in answers if answer.injected is not None]
     figures = {"interrupt/rate": _compute_mean([answer.injected is not None for answer in answers])}
@@ -147,7 +149,7 @@ def interruption_figures(trajectories: Sequence[Trajectory]) -> dict[str, float]
     return figures
 
 
-def counters(groups: Sequence[Group]) -> dict[str, float]:
+def count_rollouts(groups: Sequence[Group]) -> dict[str, float]:
     """Count groups, trajectories, tokens and failures; ``faults/{kind}`` is there for kinds that happened."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     counts = {
@@ -156,21 +158,23 @@ def counters(groups: Sequence[Group]) -> dict[str, float]:
         "rollout/failed": sum(trajectory.stop in FAILED for trajectory in trajectories),
         "rollout/no_verdict": sum(map(_lacks_verdict, trajectories)),
         "tokens/context": sum(len(turn.context) for trajectory in trajectories for turn in trajectory.turns),
-        "tokens/prefilled": sum(map(prefilled_tokens, trajectories)),
-        "tokens/sampled": sum(map(sampled_tokens, trajectories)),
-        "tokens/injected": sum(map(injected_tokens, trajectories)),
-        **{f"faults/{name}": count for name, count in sorted(faults(trajectories).items())},
+        "tokens/prefilled": sum(map(count_prefilled_tokens, trajectories)),
+        "tokens/sampled": sum(map(count_sampled_tokens, trajectories)),
+        "tokens/injected": sum(map(count_injected_tokens, trajectories)),
+        **{f"faults/{name}": count for name, count in sorted(count_faults(trajectories).items())},
     }
     return {name: float(count) for name, count in counts.items()}
 
 
-def faults(trajectories: Iterable[Trajectory]) -> Counter[str]:
-    """Count trajectories that failed or have no verdict, by kind (the first word of their sentence)."""
-    return Counter(fault_name(sentence) for t in trajectories if (sentence := failure(t)))
+def count_faults(trajectories: Iterable[Trajectory]) -> Counter[str]:
+    """Count trajectories that failed or have no verdict, by kind: the words before the colon of their
+    sentence."""
+    return Counter(parse_fault_name(sentence) for t in trajectories if (sentence := describe_failure(t)))
 
 
-def failure(trajectory: Trajectory) -> str:
-    """Return the sentence that says why an episode failed or has no verdict; empty when it has a verdict."""
+def describe_failure(trajectory: Trajectory) -> str:
+    """Return why an episode failed or has no verdict: a sentence, or "aborted" or "no_reason"; "" if it has
+    a verdict."""
     if trajectory.stop is Stop.ABORT:
         return "aborted"
     if trajectory.stop is Stop.ERROR:
@@ -180,30 +184,28 @@ def failure(trajectory: Trajectory) -> str:
     return ""
 
 
-def pass_at_k(n: int, c: int, k: int) -> float:
-    """Return the chance that any of k samples is right, from c right among n: 1 - C(n-c, k) / C(n, k).
-
-    Unbiased for every k <= n (Chen et al. 2021, arXiv 2107.03374, section 2.1).
-    """
+def compute_pass_at_k(n: int, c: int, k: int) -> float:
+    """Return the chance that any of k samples is right, from c right among n: 1 - C(n-c, k) / C(n, k). It is
+    unbiased for every k <= n (Chen et al. 2021, arXiv 2107.03374, section 2.1)."""
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 
-def zero_variance(rewards: np.ndarray) -> bool:
+def has_equal_rewards(rewards: np.ndarray) -> bool:
     """Return whether the rewards of a group are equal, up to rounding in fp32: nothing to compare."""
     return bool(np.ptp(rewards) <= 1e-6)
 
 
-def sampled_tokens(trajectory: Trajectory) -> int:
+def count_sampled_tokens(trajectory: Trajectory) -> int:
     """Count the tokens of all answers, without injected ones."""
     return sum(len(turn.completion.tokens) - turn.completion.num_injected for turn in trajectory.turns)
 
 
-def injected_tokens(trajectory: Trajectory) -> int:
+def count_injected_tokens(trajectory: Trajectory) -> int:
     """Count the tokens that were put into answers and not sampled."""
     return sum(turn.completion.num_injected for turn in trajectory.turns)
 
 
-def prefilled_tokens(trajectory: Trajectory) -> int:
+def count_prefilled_tokens(trajectory: Trajectory) -> int:
     """Count the tokens that the engine computed and did not sample: the uncached part of each turn's whole
     context, and tokens injected into the answer."""
     computed, history = 0, 0

@@ -25,7 +25,7 @@ import numpy as np
 from ostinato.algo.noise import key, uniform
 from ostinato.types import NO_EXPERT, Completion, Request, Sampling, Stop, Support
 
-_BUDGETS = -1  # appended to a seed path: no sample has this number, so no token shares a budget's noise
+_BUDGET_KEY = -1  # appended to a seed path: no sample has this number, so no token shares a budget's noise
 
 
 class Words(Protocol):
@@ -38,7 +38,7 @@ class Words(Protocol):
 class Interruption:
     """The limits of thinking, the phrase that interrupts it, and the length of the answer after it.
 
-    ``think_end`` closes a thought; where it is "", every answer that has not ended is still thinking.
+    ``think_end`` closes a thought; if it is "", every answer that has not ended is still thinking.
     """
 
     shortest: int  # tokens of thinking, at least
@@ -49,32 +49,37 @@ class Interruption:
     words: Words
 
     @property
-    def most_tokens(self) -> int:
+    def max_tokens(self) -> int:
         """The longest answer: thinking, phrase and answer."""
-        return self.longest + self._reserve
+        return self.longest + self._reserved_size
 
     @property
-    def _reserve(self) -> int:
+    def _reserved_size(self) -> int:
         return len(self.phrase) + self.answer_tokens
 
-    def budget(self, seed: tuple[int, ...], position: int) -> int:
+    def draw_budget(self, seed: tuple[int, ...], position: int) -> int:
         """Draw the tokens of thinking for the answer of episode ``seed`` that begins at ``position``."""
-        u = uniform(key((*seed, _BUDGETS)), position)
+        u = uniform(key((*seed, _BUDGET_KEY)), position)
         return self.shortest + int(u * (self.longest - self.shortest + 1))
 
-    def first_tokens(self, seed: tuple[int, ...], position: int, room: int) -> int:
-        """Return the number of tokens to sample first where ``room`` are left in the context.
+    def count_first_tokens(self, seed: tuple[int, ...], position: int, room: int) -> int:
+        """Return the number of tokens to sample first if ``room`` are left in the context.
 
-        The thought is shortened so that phrase and answer fit after it. Where they cannot fit, it is an
+        The thought is shortened so that phrase and answer fit after it. If they cannot fit, it is an
         ordinary answer that may fill the room.
         """
-        return min(self.budget(seed, position), room - self._reserve) if room > self._reserve else room
+        return (
+            min(self.draw_budget(seed, position), room - self._reserved_size)
+            if room > self._reserved_size
+            else room
+        )
 
-    def second_request(
+    def make_second_request(
         self, request: Request, answer: Completion, sampling: Sampling, context_limit: int
     ) -> Request | None:
-        """Return the request that follows ``answer`` to ``request``; None when the answer is complete.
-        ``sampling`` is that of the whole answer."""
+        """Return the request that follows ``answer`` to ``request``; None if the answer is complete, or the
+        context has no room for more. If its thought is not closed, the phrase is appended. ``sampling`` is
+        that of the whole answer."""
         if answer.stop is not Stop.LENGTH or len(answer.tokens) < request.sampling.max_tokens:
             return None  # fewer than requested: the engine's own limit ended it
         is_closed = self.think_end and self.think_end in self.words.decode(answer.tokens, skip_special=False)
@@ -90,23 +95,23 @@ class Interruption:
             routes_from=len(request.tokens) + len(answer.tokens) - 1,  # the last token had not run yet
         )
 
-    def join(self, request: Request, answer: Completion, again: Request, more: Completion) -> Completion:
-        """Join ``answer`` to ``request``, the tokens that ``again`` appended, and ``more``, the answer to
-        ``again``.
+    def join(self, request: Request, answer: Completion, followup: Request, tail: Completion) -> Completion:
+        """Join ``answer`` to ``request``, the tokens that ``followup`` appended, and ``tail``, the answer to
+        ``followup``.
 
-        Where thinking went on without the phrase, a stop string may lie across the boundary, where the engine
+        If thinking went on without the phrase, a stop string may lie across the boundary, where the engine
         could not see it: the answer ends there, as that of a single request would have.
         """
         num_known = len(request.tokens) + len(answer.tokens)
-        completion = merge_completions(answer, again.tokens[num_known:], more, num_known)
+        completion = merge_completions(answer, followup.tokens[num_known:], tail, num_known)
         strings = request.sampling.stop_strings
         if completion.injected is None and (end := self._find_end(completion, len(answer.tokens), strings)):
-            completion = _cut_at(completion, end)
-        text = self.words.decode(completion.tokens[: -1 if completion.stop is Stop.EOS else None])
+            completion = _truncate_at_string(completion, end)
+        text = self.words.decode(completion.tokens[: -1 if completion.stop is Stop.EOS else None])  # no eos
         if completion.stop is Stop.STRING and completion.injected is None:
             text = text[: min((text.index(string) for string in strings if string in text), default=None)]
-        elif completion.stop is Stop.STRING:  # cut as much from the end as the engine has cut from ``more``
-            text = text[: len(text) - len(self.words.decode(more.tokens)) + len(more.text)]
+        elif completion.stop is Stop.STRING:  # cut as much from the end as the engine has cut from ``tail``
+            text = text[: len(text) - len(self.words.decode(tail.tokens)) + len(tail.text)]
         return replace(completion, text=text)
 
     def _find_end(self, completion: Completion, boundary: int, strings: Sequence[str]) -> int:
@@ -117,56 +122,57 @@ class Interruption:
             text = self.words.decode(completion.tokens[:end])
             return any(string in text for string in strings)
 
-        last = len(completion.tokens) - (completion.stop in (Stop.STRING, Stop.EOS))
-        if not strings or not has_string(last):
+        length = len(completion.tokens) - (completion.stop in (Stop.STRING, Stop.EOS))
+        if not strings or not has_string(length):
             return 0
-        return next((end for end in range(boundary + 1, last + 1) if has_string(end)), 0)
+        return next((end for end in range(boundary + 1, length + 1) if has_string(end)), 0)
 
 
-def merge_completions(before: Completion, phrase: np.ndarray, more: Completion, num_known: int) -> Completion:
-    """Merge ``before``, the tokens of ``phrase`` (marked as injected) and ``more``; the text is left empty.
+def merge_completions(head: Completion, phrase: np.ndarray, tail: Completion, num_known: int) -> Completion:
+    """Merge ``head``, the tokens of ``phrase`` (marked as injected) and ``tail``; the text is left empty.
 
     ``num_known`` tokens come before the phrase; all but the last of them had run, so those that the second
     request did not find in the cache were computed twice, and are subtracted from ``cached_tokens``.
     """
     num_injected = len(phrase)
-    recomputed = [part.recomputed for part in (before, more) if part.recomputed is not None]
-    edges, routes = (before.edges, more.edges), (before.experts, more.prompt_experts, more.experts)
+    recomputed = [part.recomputed for part in (head, tail) if part.recomputed is not None]
+    edges, routes = (head.edges, tail.edges), (head.experts, tail.prompt_experts, tail.experts)
     return Completion(
-        tokens=np.concatenate([before.tokens, phrase, more.tokens]),
-        logprobs=np.concatenate([before.logprobs, np.zeros(num_injected, np.float32), more.logprobs]),
+        tokens=np.concatenate([head.tokens, phrase, tail.tokens]),
+        logprobs=np.concatenate([head.logprobs, np.zeros(num_injected, np.float32), tail.logprobs]),
         edges=None
         if edges[0] is None or edges[1] is None
         else np.concatenate([edges[0], np.zeros(num_injected, np.float32), edges[1]]),
-        versions=np.concatenate([before.versions, np.full(num_injected, -1, np.int32), more.versions]),
-        injected=np.repeat([False, True, False], [len(before.tokens), num_injected, len(more.tokens)])
+        versions=np.concatenate([head.versions, np.full(num_injected, -1, np.int32), tail.versions]),
+        injected=np.repeat([False, True, False], [len(head.tokens), num_injected, len(tail.tokens)])
         if num_injected
         else None,
-        stop=more.stop,
+        stop=tail.stop,
         experts=None
         if routes[0] is None or routes[1] is None or routes[2] is None
         else np.concatenate([routes[0][:-1], routes[1], routes[2]]),
-        prompt_experts=before.prompt_experts,
-        support=_merge_supports(before, num_injected, more),
-        drafted=before.drafted + more.drafted,
-        accepted=before.accepted + more.accepted,
-        passes=before.passes + more.passes,
-        cached_tokens=before.cached_tokens + more.cached_tokens - (num_known - 1),
+        prompt_experts=head.prompt_experts,
+        support=_merge_supports(head, num_injected, tail),
+        drafted=head.drafted + tail.drafted,
+        accepted=head.accepted + tail.accepted,
+        passes=head.passes + tail.passes,
+        cached_tokens=head.cached_tokens + tail.cached_tokens - (num_known - 1),
         recomputed=np.concatenate(recomputed) if recomputed else None,
-        error=more.error,
+        error=tail.error,
     )
 
 
-def _merge_supports(before: Completion, num_injected: int, more: Completion) -> Support | None:
-    if before.support is None and more.support is None:
+def _merge_supports(head: Completion, num_injected: int, tail: Completion) -> Support | None:
+    """Join the records; the phrase, and a part without a record, have the whole vocabulary."""
+    if head.support is None and tail.support is None:
         return None
     first, last = (
-        Support.whole(len(part.tokens)) if part.support is None else part.support for part in (before, more)
+        Support.whole(len(part.tokens)) if part.support is None else part.support for part in (head, tail)
     )
     return Support.concatenate([first, Support.whole(num_injected), last])
 
 
-def _cut_at(completion: Completion, end: int) -> Completion:
+def _truncate_at_string(completion: Completion, end: int) -> Completion:
     """Return the first ``end`` tokens of a completion, ended by a stop string."""
     experts = None if completion.experts is None else completion.experts[:end].copy()
     if experts is not None:

@@ -6,10 +6,10 @@
                     every later turn is a call of its own, made as soon as the environment has answered
         grade       while other groups are still being generated
 
-Failures are data. An episode that breaks ends with ``Stop.ERROR`` and a sentence, a grader that breaks
-gives verdicts of None with a reason, and the group carries both: ``health`` counts them and ``drop_reason``
-decides whether enough is left to learn from. A sentence begins with its kind ("env: ...", "grader: ..."), the
-name under which it is counted. Only the failure of the engine itself, or the loss of the grader, is raised.
+Failures are data. An episode that breaks ends with ``Stop.ERROR`` and a sentence, a grader that breaks gives
+verdicts of None with a reason, and the group carries both: ``health`` counts them, and ``find_drop_reason``
+decides whether enough is left to learn from. A sentence begins with its kind ("env: ...", "grader: ..."),
+under which it is counted. Only an error of the engine, or the loss of the grader, is raised.
 """
 
 from __future__ import annotations
@@ -100,16 +100,13 @@ class RolloutResult:
     paid: bool = False  # and that process, or a later one, has a row in the ledger for it
 
 
-async def play(
+async def play_groups(
     stage: RolloutContext,
     asks: Sequence[RolloutRequest],
     on_group: Callable[[int, RolloutResult], None] = lambda index, played: None,
 ) -> list[RolloutResult]:
     """Play all groups at once and return them in the order of the requests; ``on_group`` is called with each
-    as it finishes.
-
-    A cancelled or failed call leaves no episode running.
-    """
+    as it finishes. The error of a group is raised. A cancelled or failed call leaves no episode running."""
 
     async def play_group(index: int) -> RolloutResult:
         played = await rollout_group(stage, asks[index])
@@ -126,8 +123,9 @@ async def play(
 async def rollout_group(
     stage: RolloutContext, ask: RolloutRequest, generated: Callable[[], None] = lambda: None
 ) -> RolloutResult:
-    """Play and grade the siblings of a prompt together; ``generated`` is called in between."""
-    episodes = [_Episode(stage, ask.prompt, (*ask.seed, k)) for k in range(ask.group_size)]
+    """Play and grade the siblings of a prompt together; ``generated`` is called in between. Their
+    environments are closed, also after an error."""
+    episodes = [_Episode(stage, ask.prompt, (*ask.seed, member)) for member in range(ask.group_size)]
     try:
         await asyncio.gather(*(episode.open() for episode in episodes))
         await _play_together(stage.engine, episodes)
@@ -135,8 +133,10 @@ async def rollout_group(
         await asyncio.gather(*(episode.close() for episode in episodes))
     generated_at = time.perf_counter()
     generated()
-    trajectories = tuple(episode.trajectory() for episode in episodes)
-    group = await grade(stage.grader, Group(prompt=ask.prompt, trajectories=trajectories, step=ask.step))
+    trajectories = tuple(episode.make_trajectory() for episode in episodes)
+    group = await grade_group(
+        stage.grader, Group(prompt=ask.prompt, trajectories=trajectories, step=ask.step)
+    )
     return RolloutResult(group=group, generated_at=generated_at, graded_at=time.perf_counter())
 
 
@@ -145,58 +145,61 @@ async def play_episode(stage: RolloutContext, prompt: Prompt, seed: tuple[int, .
     episode = _Episode(stage, prompt, seed)
     try:
         await episode.open()
-        if episode.starting:
+        if episode.is_starting:
             await episode.begin()
         await _play_to_end(stage.engine, episode)
     finally:
         await episode.close()
-    return episode.trajectory()
+    return episode.make_trajectory()
 
 
-async def grade(grader: Grader, group: Group) -> Group:
-    """Return the group with a Reward for every member whose episode did not fail; the others keep None."""
-    members = [k for k, trajectory in enumerate(group.trajectories) if trajectory.stop not in FAILED]
-    if not members:
+async def grade_group(grader: Grader, group: Group) -> Group:
+    """Return the group with a Reward for every member whose episode did not fail; the others keep None. A
+    value that is not finite, or an error of the grader, becomes a reward without a value. Raises ``Lost`` if
+    the grader is lost."""
+    indices = [index for index, trajectory in enumerate(group.trajectories) if trajectory.stop not in FAILED]
+    if not indices:
         return group
-    siblings = replace(group, trajectories=tuple(group.trajectories[k] for k in members))
+    siblings = replace(group, trajectories=tuple(group.trajectories[index] for index in indices))
     try:
         rewards = await grader.grade(siblings)
-        if len(rewards) != len(members):
-            raise ValueError(f"{len(rewards)} verdicts for {len(members)} trajectories")
+        if len(rewards) != len(indices):
+            raise ValueError(f"{len(rewards)} verdicts for {len(indices)} trajectories")
     except Lost:  # the grader itself is lost: the run ends
         raise
     except Exception as error:  # a user's code: any error is counted, and never scored 0
-        rewards = [Reward(value=None, reason=_format_fault(Fault.GRADER, error))] * len(members)
+        rewards = [Reward(value=None, reason=_format_fault(Fault.GRADER, error))] * len(indices)
     trajectories = list(group.trajectories)
-    for k, reward in zip(members, rewards, strict=True):
-        trajectories[k] = replace(trajectories[k], reward=_check_finite(reward))
+    for index, reward in zip(indices, rewards, strict=True):
+        trajectories[index] = replace(trajectories[index], reward=_check_finite(reward))
     return replace(group, trajectories=tuple(trajectories))
 
 
-def verdicts(group: Group) -> np.ndarray:
+def list_verdicts(group: Group) -> np.ndarray:
     """Return rewards [G] float64; NaN where there is no verdict."""
     values = [None if t.reward is None else t.reward.value for t in group.trajectories]
     return np.array([math.nan if value is None else value for value in values], np.float64)
 
 
-def drop_reason(group: Group, min_verdicts: int) -> Drop | None:
-    """Return why too few members of the group can be trained on; None where ``min_verdicts`` of them can."""
-    if np.isfinite(verdicts(group)).sum() >= min_verdicts:
+def find_drop_reason(group: Group, min_verdicts: int) -> Drop | None:
+    """Return why too few members of the group can be trained on; None if ``min_verdicts`` of them have a
+    verdict."""
+    if np.isfinite(list_verdicts(group)).sum() >= min_verdicts:
         return None
-    if any(fault_name(t.error) == Fault.PROMPT_TOO_LONG for t in group.trajectories):
+    if any(parse_fault_name(t.error) == Fault.PROMPT_TOO_LONG for t in group.trajectories):
         return Drop.PROMPT_TOO_LONG
     num_played = sum(t.stop not in FAILED for t in group.trajectories)
     return Drop.TOO_FEW_EPISODES if num_played < min_verdicts else Drop.TOO_FEW_VERDICTS
 
 
-def fault_name(sentence: str) -> str:
+def parse_fault_name(sentence: str) -> str:
     """Return the kind of failure that a sentence reports: the words before its first colon."""
     return sentence.partition(":")[0].strip()
 
 
-async def first_context(env: Env) -> Any:
-    """Return ``env.start()``, after ``open()`` where the environment has that method; an awaitable for a
-    context that is still to come."""
+async def start_env(env: Env) -> Any:
+    """Open the environment if it has ``open()``, and return the result of its ``start()``: the first
+    context, or an awaitable for a context that is still to come."""
     if (open_env := getattr(env, "open", None)) is not None:
         await open_env()
     return env.start()
@@ -210,7 +213,8 @@ async def close_env(env: Env | None) -> None:
 
 
 class _Episode:
-    """An episode that is being played: ``request`` is the next one for the engine, None when it is over."""
+    """An episode that is being played. ``request`` is the next one for the engine; None if it is over, or
+    its first context is still to come."""
 
     def __init__(self, stage: RolloutContext, prompt: Prompt, seed: tuple[int, ...]) -> None:
         self.request: Request | None = None
@@ -218,16 +222,19 @@ class _Episode:
         self._turns: list[Turn] = []
         self._stop, self._error = Stop.ABORT, ""
         self._tokens = np.zeros(0, np.int32)
-        self._thought: tuple[Request, Completion] | None = None  # its request, and what ``request`` continues
+        self._cut_thought: tuple[Request, Completion] | None = (
+            None  # its request, and what ``request`` continues
+        )
         self._env: Env | None = None
-        self._new_row, self._row_seed, self._row_counts = False, seed, Counter[int]()
+        self._new_row, self._row_seed, self._num_rows_by_address = False, seed, Counter[int]()
         self._first_context: Awaitable[Any] | None = None
 
     async def open(self) -> None:
-        """Make the environment, and request the first answer unless its context is still to come."""
+        """Make the environment, and request the first answer unless its context is still to come. An error
+        of the environment, as in all methods, ends the episode with it and is not raised."""
         try:
             self._env = self._stage.env(self._prompt)
-            context = await first_context(self._env)
+            context = await start_env(self._env)
         except Exception as error:  # a user's code: counted, and the siblings go on
             self._fail(_format_fault(Fault.ENV, error))
         else:
@@ -237,12 +244,12 @@ class _Episode:
                 self._make_request(context)
 
     @property
-    def starting(self) -> bool:
-        """Whether its first context is still to come (an agent's first call)."""
+    def is_starting(self) -> bool:
+        """Whether the first context is still to come (an agent's first call)."""
         return self._first_context is not None
 
     async def begin(self) -> None:
-        """Wait for the first context."""
+        """Wait for the first context, and request the first answer."""
         assert self._first_context is not None
         awaitable, self._first_context = self._first_context, None
         try:
@@ -251,7 +258,7 @@ class _Episode:
             return self._fail(_format_fault(Fault.ENV, error))
         self._make_request(context)
 
-    def trajectory(self) -> Trajectory:
+    def make_trajectory(self) -> Trajectory:
         return Trajectory(
             turns=tuple(self._turns),
             stop=self._stop,
@@ -263,7 +270,8 @@ class _Episode:
         )
 
     async def close(self) -> None:
-        """End the environment, whether or not the episode has ended."""
+        """Close the environment and an awaitable that was not awaited. An error of that fails the episode,
+        unless it has failed before."""
         if isinstance(self._first_context, Coroutine):
             self._first_context.close()  # nothing will await it
         try:
@@ -272,8 +280,9 @@ class _Episode:
             if not self._error:
                 self._fail(_format_fault(Fault.ENV, error))
 
-    async def answer(self, engine: Engine) -> Completion | None:
-        """Return the engine's answer to ``request``; None where the caller has left before its end."""
+    async def request_answer(self, engine: Engine) -> Completion | None:
+        """Return the engine's answer to ``request``. None if the caller left before its end; then the
+        request is cancelled."""
         assert self.request is not None
         wait_for_leave = getattr(self._env, "left", None)
         if wait_for_leave is None:
@@ -287,8 +296,8 @@ class _Episode:
             await end_tasks([answer, leave])
 
     async def replace_request(self) -> None:
-        """Replace ``request``, whose caller has left, by what the environment requests next."""
-        self.request = self._thought = None
+        """Replace ``request``, whose caller has left, by what the environment requests next, if anything."""
+        self.request = self._cut_thought = None
         try:
             reply = await getattr(self._env, "instead")()  # noqa: B009  of environments that have ``left``
         except Exception as error:  # a user's code: counted, and the siblings go on
@@ -297,8 +306,9 @@ class _Episode:
             self._make_request(reply)
 
     async def take_answer(self, part: Completion) -> None:
-        """Take the answer to ``request``. After a complete answer the environment returns the next context;
-        an answer may also be the part before or after an interruption."""
+        """Take the answer to ``request``. A complete answer becomes a turn; then the environment returns the
+        next context, unless the answer was truncated, aborted or failed. A part before an interruption
+        requests the part after it."""
         assert self.request is not None
         request, completion = self._join_parts(self.request, part)
         if completion is None:
@@ -325,20 +335,24 @@ class _Episode:
             self._make_request(reply)
 
     def _join_parts(self, request: Request, answer: Completion) -> tuple[Request, Completion | None]:
-        """Return (first request of the turn, its complete answer or None while a part is to come)."""
+        """Return (first request of the turn, its complete answer). If a part is still to come, store this
+        one, set ``request``, and return None for the answer."""
         interruption, stage = self._stage.interruption, self._stage
         if interruption is None:
             return request, answer
-        if self._thought is not None:
-            (first, thought), self._thought = self._thought, None
-            return first, interruption.join(first, thought, request, answer)
-        second = interruption.second_request(request, answer, stage.sampling, stage.context_limit)
-        if second is None:
+        if self._cut_thought is not None:
+            (first_request, thought), self._cut_thought = self._cut_thought, None
+            return first_request, interruption.join(first_request, thought, request, answer)
+        second_request = interruption.make_second_request(
+            request, answer, stage.sampling, stage.context_limit
+        )
+        if second_request is None:
             return request, answer
-        self._thought, self.request = (request, answer), second
+        self._cut_thought, self.request = (request, answer), second_request
         return request, None
 
     def _make_request(self, context: Any) -> None:
+        """Request the answer to ``context``; without room for it end the episode instead."""
         seed = self._seed
         if isinstance(context, NewRow):
             self._new_row, self._tokens = bool(self._turns), np.zeros(0, np.int32)
@@ -350,7 +364,7 @@ class _Episode:
             sampling, interruption = self._stage.sampling, self._stage.interruption
             max_tokens = min(sampling.max_tokens, room)
             if interruption is not None:
-                max_tokens = interruption.first_tokens(self._row_seed, len(tokens), room)
+                max_tokens = interruption.count_first_tokens(self._row_seed, len(tokens), room)
             sampling = replace(
                 sampling, max_tokens=max_tokens, min_tokens=min(sampling.min_tokens, max_tokens)
             )
@@ -370,21 +384,23 @@ class _Episode:
             )
 
     def _make_row_seed(self, tokens: np.ndarray) -> tuple[int, ...]:
-        """Return the seed of a row. Rows of an episode share no noise, and it depends on the tokens with
-        which a row begins, not on the order of rows; the first row has the episode's own seed."""
+        """Return the seed of a new row, and count it. Rows of an episode share no noise, and it depends on
+        the tokens with which a row begins, not on the order of other rows; the first row has the episode's
+        own seed."""
         if not self._turns:
             return self._seed
         digest = hashlib.sha256(tokens.astype("<i4").tobytes()).digest()
         address = int.from_bytes(digest[:8], "little", signed=True)
-        self._row_counts[address] += 1
-        return (*self._seed, address, self._row_counts[address])
+        self._num_rows_by_address[address] += 1
+        return (*self._seed, address, self._num_rows_by_address[address])
 
     def _fail(self, sentence: str) -> None:
         self._stop, self._error = Stop.ERROR, sentence
 
 
 async def _play_together(engine: Engine, episodes: Sequence[_Episode]) -> None:
-    """Play the first turns in a single call; each episode goes on by itself as soon as it has its answer."""
+    """Play the first turns in a single call; each episode continues by itself as soon as it has its answer.
+    Raises RuntimeError for a missing answer. No task is left running."""
     ready = [episode for episode in episodes if episode.request is not None]
     requests = [episode.request for episode in ready if episode.request is not None]
     tasks: list[asyncio.Task[None]] = []
@@ -397,7 +413,7 @@ async def _play_together(engine: Engine, episodes: Sequence[_Episode]) -> None:
         await episode.take_answer(completion)
         await _play_to_end(engine, episode)
 
-    start_tasks = [asyncio.create_task(start_late(episode)) for episode in episodes if episode.starting]
+    start_tasks = [asyncio.create_task(start_late(episode)) for episode in episodes if episode.is_starting]
     try:
         if ready:
             async for index, completion in engine.generate(requests):
@@ -411,7 +427,7 @@ async def _play_together(engine: Engine, episodes: Sequence[_Episode]) -> None:
 
 async def _play_to_end(engine: Engine, episode: _Episode) -> None:
     while episode.request is not None:
-        completion = await episode.answer(engine)
+        completion = await episode.request_answer(engine)
         if completion is None:
             await episode.replace_request()
         else:
@@ -431,8 +447,8 @@ async def end_tasks(tasks: Sequence[asyncio.Task[Any]], limit_s: float = END_S) 
     for task in tasks:
         task.cancel()
     if tasks:
-        done, _ = await asyncio.wait(tasks, timeout=limit_s)
-        for task in done:
+        ended_tasks, _ = await asyncio.wait(tasks, timeout=limit_s)
+        for task in ended_tasks:
             if not task.cancelled():
                 task.exception()  # asyncio would log an error that is not retrieved
 

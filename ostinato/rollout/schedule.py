@@ -41,32 +41,33 @@ class Policy(StrEnum):
 
 
 def find_placement(name: str) -> Placement:
-    """Return the policy of this name."""
+    """Return the placement of this name. Raises ValueError for another name."""
     policies: dict[Policy, Placement] = {
-        Policy.LEAST_LOADED: least_loaded,
-        Policy.LONGEST_FIRST: longest_first,
-        Policy.HISTOPIPE: histopipe,
+        Policy.LEAST_LOADED: place_least_loaded,
+        Policy.LONGEST_FIRST: place_longest_first,
+        Policy.HISTOPIPE: place_in_lanes,
     }
     return policies[Policy(name)]
 
 
-def least_loaded(waiting: Sequence[Job], workers: Sequence[Worker]) -> Starts:
+def place_least_loaded(waiting: Sequence[Job], workers: Sequence[Worker]) -> Starts:
     """Place jobs in the order of the stream, each on the worker with the fewest answers."""
     sorted_jobs = sorted(waiting, key=_make_stream_key)
     loads = [float(len(worker.jobs)) for worker in workers]
-    return _fill(sorted_jobs, remaining(sorted_jobs).tolist(), workers, loads, count=True)
+    return _fill(sorted_jobs, predict_remaining(sorted_jobs).tolist(), workers, loads, count=True)
 
 
-def longest_first(waiting: Sequence[Job], workers: Sequence[Worker]) -> Starts:
+def place_longest_first(waiting: Sequence[Job], workers: Sequence[Worker]) -> Starts:
     """Place jobs, the longest of a round first, each on the worker with the fewest predicted tokens left."""
     sorted_jobs, sizes = sort_by_length(waiting)
-    loads = [float(remaining(worker.jobs).sum()) for worker in workers]
+    loads = [float(predict_remaining(worker.jobs).sum()) for worker in workers]
     return _fill(sorted_jobs, sizes, workers, loads)
 
 
-def histopipe(waiting: Sequence[Job], workers: Sequence[Worker]) -> Starts:
-    """Deal each waiting round along the line of workers (``lanes``), in alternating directions. Jobs that
-    began earlier (a later turn, an answer whose worker was lost) go to the worker with the least load."""
+def place_in_lanes(waiting: Sequence[Job], workers: Sequence[Worker]) -> Starts:
+    """Deal each waiting round along the line of workers (``assign_lanes``), in alternating directions. Jobs
+    that began earlier (a later turn, an answer whose worker was lost) go home if there is room, else to the
+    worker with the least load."""
     if not workers:
         return ()
     line = sorted(workers, key=lambda worker: worker.id)
@@ -76,7 +77,7 @@ def histopipe(waiting: Sequence[Job], workers: Sequence[Worker]) -> Starts:
         starts += _assign_round(list(jobs), line, step)
     old_jobs = [job for job in waiting if job.home is not None or job.generated]
     sorted_jobs, sizes = sort_by_length(old_jobs)
-    loads = [float(remaining(worker.jobs).sum()) for worker in workers]
+    loads = [float(predict_remaining(worker.jobs).sum()) for worker in workers]
     starts += _fill(sorted_jobs, sizes, workers, loads)
     return tuple(starts)
 
@@ -84,15 +85,15 @@ def histopipe(waiting: Sequence[Job], workers: Sequence[Worker]) -> Starts:
 def _assign_round(jobs: Sequence[Job], line: Sequence[Worker], step: int) -> list[tuple[int, int]]:
     """Return (job, worker) for the jobs of a round."""
     groups = [list(group) for _, group in itertools.groupby(jobs, key=lambda job: job.place)]
-    lengths = remaining(job for group in groups for job in group)
+    lengths = predict_remaining(job for group in groups for job in group)
     ends = np.cumsum([len(group) for group in groups])
     means = np.array([part.mean() for part in np.split(lengths, ends[:-1])])
     siblings = len(jobs) / len(groups)
-    places = lanes(means, siblings, [worker.slots for worker in line], line[0].pass_s, step)
+    places = assign_lanes(means, siblings, [worker.slots for worker in line], line[0].pass_s, step)
     return [(job.id, line[place].id) for place, group in zip(places, groups, strict=True) for job in group]
 
 
-def lanes(
+def assign_lanes(
     means: np.ndarray,
     siblings: float,
     slots: Sequence[int],
@@ -108,7 +109,7 @@ def lanes(
     order = np.argsort(means, kind="stable")
     ranks = min(ranks, len(slots), len(means))
     chunks = np.array_split(order, ranks)
-    counts = tiers(
+    counts = count_tier_workers(
         [float(siblings * means[chunk].sum()) for chunk in chunks],
         [float(means[chunk[-1]]) for chunk in chunks],
         [round(siblings * len(chunk)) for chunk in chunks],
@@ -119,9 +120,9 @@ def lanes(
     line = list(range(len(slots)))
     if step % 2 == 0:
         line.reverse()
-    places, first = [0] * len(means), 0
+    places, first_worker = [0] * len(means), 0
     for chunk, count in zip(chunks, counts, strict=True):
-        workers, first = line[first : first + count], first + count
+        workers, first_worker = line[first_worker : first_worker + count], first_worker + count
         heap = [(0.0, n) for n in range(count)]
         for group in chunk[::-1].tolist():  # the longest first, each to the least loaded worker
             load, n = heap[0]
@@ -130,7 +131,7 @@ def lanes(
     return places
 
 
-def tiers(
+def count_tier_workers(
     tokens: Sequence[float],
     longest: Sequence[float],
     answers: Sequence[int],
@@ -140,16 +141,17 @@ def tiers(
 ) -> list[int]:
     """Return the number of workers of each ranking group, short to long: at least 1, ``workers`` in all.
 
-    Target completion times are linear in rank; the first, as a share of the last, is that of equal numbers of
-    workers. Then the times of rank i and of rank R - 1 - i have the same sum for every i, and two rounds in
-    opposite directions end together on all workers. Searches the smallest last time that the workers allow.
+    Target completion times are linear in rank; the first, as a share of the last, is that of equal numbers
+    of workers. Then the times of rank i and of rank R - 1 - i have the same sum for every i, and two rounds
+    in opposite directions end together on all workers. The smallest last time that the workers allow is
+    searched for.
 
     tokens, longest, answers: [R] of each group, predicted. Raises ValueError with fewer workers than groups.
     """
     if workers < len(tokens):
         raise ValueError(f"{len(tokens)} ranking groups for {workers} workers; use at most as many")
 
-    def seconds(i: int, count: int) -> float:
+    def compute_seconds(i: int, count: int) -> float:
         batch = max(1, min(slots, math.ceil(answers[i] / count)))
         context = longest[i] / 2
         pass_seconds = pass_s(batch, batch * context)
@@ -160,16 +162,23 @@ def tiers(
         + 1 if all of them do not suffice."""
         candidates = range(1, workers + 1)
         return [
-            1 + bisect_left(candidates, True, key=lambda n, i=i, end=last_end * share: seconds(i, n) <= end)
+            1
+            + bisect_left(
+                candidates, True, key=lambda n, i=i, end=last_end * share: compute_seconds(i, n) <= end
+            )
             for i, share in enumerate(shares)
         ]
 
-    last = len(tokens) - 1
-    equal = max(1, workers // len(tokens))
-    first = min(1.0, seconds(0, equal) / max(seconds(last, equal), 1e-12))
-    shares = [first + (1 - first) * (i / last if last else 1.0) for i in range(last + 1)]
+    last_rank = len(tokens) - 1
+    equal_count = max(1, workers // len(tokens))
+    first_share = min(
+        1.0, compute_seconds(0, equal_count) / max(compute_seconds(last_rank, equal_count), 1e-12)
+    )
+    shares = [
+        first_share + (1 - first_share) * (i / last_rank if last_rank else 1.0) for i in range(last_rank + 1)
+    ]
     # in the time ``high`` a worker for each rank suffices
-    low, high = 0.0, 1.001 * max(seconds(i, 1) / share for i, share in enumerate(shares))
+    low, high = 0.0, 1.001 * max(compute_seconds(i, 1) / share for i, share in enumerate(shares))
     for _ in range(40):
         middle = (low + high) / 2
         low, high = (low, middle) if sum(count_workers(middle)) <= workers else (middle, high)
@@ -177,21 +186,22 @@ def tiers(
     while sum(counts) > workers:  # a batch that is not divided evenly may take longer with a worker more
         counts[counts.index(max(counts))] -= 1
     for _ in range(workers - sum(counts)):  # workers left over go where the target is missed most
-        rank = max(range(len(counts)), key=lambda i: (seconds(i, counts[i]) / shares[i], i))
+        rank = max(range(len(counts)), key=lambda i: (compute_seconds(i, counts[i]) / shares[i], i))
         counts[rank] += 1
     return counts
 
 
 def sort_by_length(jobs: Sequence[Job]) -> tuple[list[Job], list[float]]:
     """Sort jobs by round, then by predicted tokens left, the longest first; return (jobs, these tokens)."""
-    sizes = remaining(jobs).tolist()
+    sizes = predict_remaining(jobs).tolist()
     keys = [(job.step, -size, job.place, job.id) for job, size in zip(jobs, sizes, strict=True)]
     order = sorted(range(len(jobs)), key=keys.__getitem__)
     return [jobs[i] for i in order], [sizes[i] for i in order]
 
 
-def remaining(jobs: Iterable[Job]) -> np.ndarray:
-    """Return predicted tokens left [J], at least 1; without a prediction, the mean of the others."""
+def predict_remaining(jobs: Iterable[Job]) -> np.ndarray:
+    """Return predicted tokens left [J], at least 1; without a prediction, the mean of the others, or 1 if
+    there is none."""
     tokens = np.array([job.predicted - job.generated for job in jobs], np.float64)
     is_known = np.isfinite(tokens)
     tokens[~is_known] = tokens[is_known].mean() if is_known.any() else 1.0
@@ -210,12 +220,12 @@ def _fill(
     *,
     count: bool = False,
 ) -> tuple[tuple[int, int], ...]:
-    """Return (job, worker): first jobs with a home; then, while there is room, the least loaded worker takes
-    siblings.
+    """Return (job, worker). Jobs whose home has room go home. Then, while there is room, the least loaded
+    worker takes siblings.
 
-    It takes a ``piece`` of a group that it has, whose prompt is in its cache; else of the first group that no
-    worker has, or of which a piece waits; else of any group: to prefill a prompt again costs less than
-    idling.
+    It takes a piece of a group that it has, whose prompt is in its cache. If there is none, it takes one of
+    a group that no worker has or of which a whole piece waits, and if there is none, of any group: to
+    prefill a prompt again costs less than idling. Of several groups the first is taken.
     """
     assignees = {
         worker.id: _Assignee(worker, load, count) for worker, load in zip(workers, loads, strict=True)
@@ -232,7 +242,7 @@ def _fill(
     heapq.heapify(heap)
     while heap and groups:
         worker = assignees[heapq.heappop(heap)[1]]
-        pieces = {group: piece(jobs[0][1].prompt, jobs[0][2]) for group, jobs in groups.items()}
+        pieces = {group: compute_piece_size(jobs[0][1].prompt, jobs[0][2]) for group, jobs in groups.items()}
         held_groups = [group for group in groups if group in worker.has]
         open_groups = [
             group for group, jobs in groups.items() if not num_holders[group] or len(jobs) >= pieces[group]
@@ -259,13 +269,14 @@ class _Assignee:
         self.has = {_make_group_key(job) for job in worker.jobs}
 
     def take(self, job: Job, size: float) -> tuple[int, int]:
+        """Add the job to load and groups, and return (job, worker)."""
         self.load += 1.0 if self.count else size
         self.room -= 1
         self.has.add(_make_group_key(job))
         return job.id, self.id
 
 
-def piece(prompt: int, tokens: float) -> int:
+def compute_piece_size(prompt: int, tokens: float) -> int:
     """Return how many siblings of ``tokens`` predicted tokens each go to a worker together, so that
     prefilling their prompt (``prompt`` tokens, once) is at most READ_SHARE of the sampled tokens."""
     return max(1, math.ceil(prompt / (READ_SHARE * max(1.0, tokens))))

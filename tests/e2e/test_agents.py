@@ -21,7 +21,7 @@ from ostinato.env.custom import EnvEpisode, seeds
 from ostinato.env.games import GuessNumber, PriceList
 from ostinato.env.tasks import load_tasks
 from ostinato.launch.policy import load_policy
-from ostinato.rollout.convert import samples
+from ostinato.rollout.convert import make_samples
 from ostinato.types import Prompt, Stop
 
 pytest.importorskip("openai")
@@ -143,7 +143,7 @@ def test_other_conversations_are_rows_of_their_own_with_one_advantage(world: Wor
     group = world.play(world.agent(agents.two_rows, calls=5), size=2)
     rows = [[len(row) for row in trajectory.rows] for trajectory in group.trajectories]
     assert rows == [[1, 1, 1, 1]] * 2 and world.counters["agent/rows"] == 8
-    made = samples(group, 0, np.array([1.0, -0.5]))
+    made = make_samples(group, 0, np.array([1.0, -0.5]))
     assert [one.uid for one in made] == [f"p#{m}{r}" for m in (0, 1) for r in ("", ".1", ".2", ".3")]
     assert {float(one.advantages.sum() / one.loss_mask.sum()) for one in made[:4]} == {1.0}
     again = [one.tokens.tolist() for one in made[1:3]]
@@ -171,7 +171,7 @@ def test_an_agent_with_a_memory_keeps_its_task_and_stays_within_the_budget(
         assert all("Watch the log of plant 42." in row and NOTE in row for row in rows)
         assert f"Line 10: sensor {70} shows 30 degrees." in rows[-1]
     assert world.counters["memory/rows"] == sum(len(one.rows) - 1 for one in group.trajectories)
-    made = samples(group, 0, np.array([1.0, -0.5]))
+    made = make_samples(group, 0, np.array([1.0, -0.5]))
     shares = [float(one.advantages.sum() / one.loss_mask.sum()) for one in made]
     assert shares == [1.0] * len(group.trajectories[0].rows) + [-0.5] * len(group.trajectories[1].rows)
     again = World(world.policy, world.server)

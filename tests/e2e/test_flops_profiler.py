@@ -28,7 +28,7 @@ from ostinato.model.decoder import Decoder
 from ostinato.model.flops import FlopModel
 from ostinato.model.lora import Adapters, init_adapters
 from ostinato.model.shapes import AdapterSpec, ExpertScheme
-from ostinato.pipeline.account import batch_work, rollout_work, training_flops
+from ostinato.pipeline.account import compute_batch_work, compute_rollout_work, compute_training_flops
 from ostinato.train.trainer import PolicyTrainer
 from ostinato.types import Batch, Request, Sampling
 
@@ -135,7 +135,7 @@ def step_ratio(
     batch = batch_of(decoder.config.vocab_size, minibatches=minibatches)
     counted, report = profiled(decoder.config, lambda: trainer.step(batch))
     flops = FlopModel.of(decoder.config, spec, recompute=recompute, entropy_gradient=chosen.needs_entropy)
-    ours = training_flops(flops, batch_work(batch), report.metrics)
+    ours = compute_training_flops(flops, compute_batch_work(batch), report.metrics)
     assert (ours["measure"] > 0) == measure and len(batch.microbatches) >= 3
     return counted / (ours["train"] + ours["measure"])
 
@@ -227,4 +227,4 @@ def test_a_rollout_of_every_family(family: str, adapters: str) -> None:
     counted, played = profiled(decoder.config, lambda: answers(engine, requests))
     assert len({len(one.tokens) for one in played}) > 1
     groups = [group_of(episode(one, len(prompt))) for one, prompt in zip(played, prompts, strict=True)]
-    assert counted == FlopModel.of(decoder.config, spec).forward(rollout_work(groups))
+    assert counted == FlopModel.of(decoder.config, spec).forward(compute_rollout_work(groups))

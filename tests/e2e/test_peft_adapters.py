@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ostinato.hf.factors import read_folder, write_folder
-from ostinato.hf.model import TransformersModel, load
+from ostinato.hf.model import TransformersModel, load_transformers
 from ostinato.model.attention import CausalAttention
 from ostinato.model.hf import load_model
 from ostinato.model.lora import Adapters
@@ -156,7 +156,7 @@ def test_an_adapter_of_peft_computes_what_it_does_there(form: str, tmp_path: Pat
     assert_equal_outputs(again(TOKENS[None]).logits[0], want)
 
     if not form.startswith("router"):  # of transformers' own a router is no linear map
-        model = load(tmp_path / "base", dtype=torch.float32, device="cpu")
+        model = load_transformers(tmp_path / "base", dtype=torch.float32, device="cpu")
         factors = read_folder(tmp_path / "theirs", model.sites, "cpu")
         assert_equal_outputs(_by_transformers(model, factors), want)
         write_folder(factors, tmp_path / "written", "base")

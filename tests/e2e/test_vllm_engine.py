@@ -242,5 +242,5 @@ def test_a_server_killed_under_way_ends_the_run_by_name(world: Subject) -> None:
 
 def server_of(engine: VllmEngine) -> int:
     """The process that listens: the child of the guard."""
-    guard = engine._server._guard  # type: ignore[attr-defined]
+    guard = engine._server._guard_process  # type: ignore[attr-defined]
     return int(Path(f"/proc/{guard.pid}/task/{guard.pid}/children").read_text().split()[0])

@@ -23,7 +23,7 @@ from ostinato.config import Recipe, dump_toml
 from ostinato.inputs import escape_stream
 from ostinato.launch import session
 from ostinato.launch.progress import Monitor
-from ostinato.pipeline.signals import Ended, ending
+from ostinato.pipeline.signals import Ended, raise_at_sigterm
 from ostinato.render import Renderer
 from ostinato.run import RunFolder
 from ostinato.tables import Table as ReportTable
@@ -70,7 +70,7 @@ def test_other_errors_are_raised() -> None:
 def test_a_second_sigterm_disturbs_nothing_while_all_is_closed() -> None:
     closed = False
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(Ended), ending():
+    with pytest.raises(Ended), raise_at_sigterm():
         try:
             os.kill(os.getpid(), signal.SIGTERM)
             signal.pause()

@@ -56,7 +56,8 @@ class Block(ctypes.Structure):
 
 
 def load_library() -> ctypes.CDLL:
-    """Load the compiled functions; build them where this source was not built. Raises BuildError."""
+    """Load the compiled functions, and build them first if this source was not built yet. Raises
+    BuildError."""
     code = NativeCode(name="history", folder=FOLDER, sources=SOURCES, flags=(*FLAGS, *flags()))
     library = load(build(code), kind=ctypes.PyDLL)
     store, block, span = ctypes.c_void_p, ctypes.c_void_p, ctypes.POINTER(Span)
@@ -88,6 +89,7 @@ class NativeStore:
         weakref.finalize(self, library.history_free, self.pointer)
 
     def add(self, key: int, block: blocks.Block) -> None:
+        """Add a block, whose arrays are read until it is dropped."""
         tokens = block.tokens.ctypes.data
         native_block = Block(
             step=block.step,

@@ -25,7 +25,7 @@ from ostinato.model.decoder import Decoder
 from ostinato.model.lora import init_adapters
 from ostinato.model.native import Kernels
 from ostinato.model.shapes import AdapterSpec
-from ostinato.rollout.convert import samples
+from ostinato.rollout.convert import make_samples
 from ostinato.train.trainer import PolicyTrainer
 from ostinato.types import Batch, Group, Prompt, Request, Sample, Sampling, Stop, Support, Trajectory, Turn
 
@@ -362,7 +362,7 @@ def played(decoder: Decoder, sampling: Sampling, kernels: Kernels | None = None)
         group = Group(
             prompt=Prompt(uid=str(g), text="?"), trajectories=tuple(done[3 * g : 3 * g + 3]), step=1
         )
-        made += samples(group, g, np.array([1.0, -0.5, -0.5]))
+        made += make_samples(group, g, np.array([1.0, -0.5, -0.5]))
     return made
 
 

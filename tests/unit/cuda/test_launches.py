@@ -64,7 +64,7 @@ def launched(raw: dict[str, Any], layers: int, adapted: bool) -> Launches:
     decoder, device = made(raw, layers), torch.device("cpu")
     store = KVStore.allocate(layers, 16, decoder.kv_shape, decoder.dtype, device, by_position=True)
     where = places([20, 3, 41], [1, 1, 1])
-    attend = TritonPaged(store, where.on(device))
+    attend = TritonPaged(store, where.move_to(device))
     prepared = adapters_of(decoder).prepare(decoder.dtype) if adapted else None
     ids = torch.from_numpy(where.seen.astype(np.int64))
     with torch.inference_mode(), Launches() as launches:

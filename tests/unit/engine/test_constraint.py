@@ -17,7 +17,7 @@ from ostinato.engine.local import LocalEngine
 from ostinato.engine.requests import Limits
 from ostinato.engine.sampler import sample_torch
 from ostinato.engine.sequences import Settings
-from ostinato.engine.vllm_answers import refuse
+from ostinato.engine.vllm_answers import check_vllm_request
 from ostinato.model.attention import CausalAttention
 from ostinato.model.native import Kernels
 from ostinato.types import Request, Sampling, Stop
@@ -128,4 +128,4 @@ def test_a_constraint_that_leaves_nothing_ends_its_own_answer_only(kernels: Kern
 def test_an_engine_elsewhere_refuses_a_constraint() -> None:
     limits = Limits(context=99, vocab_size=VOCAB, blocks=9, has_text=True, policies={"": 0})
     with pytest.raises(ValueError, match="has a constraint"):
-        refuse(requests()[0], limits)
+        check_vllm_request(requests()[0], limits)

@@ -175,10 +175,10 @@ def test_a_block_added_before_others_are_given_back_is_in_the_table() -> None:
     ours._copy_blocks(scheduler.admit())
     growing, other = table.order
     table.tables[growing, 1:] = 99
-    table.at(other).blocks += [cache.allocate(), cache.allocate()]  # a failed draft's
+    table.get_sequence(other).blocks += [cache.allocate(), cache.allocate()]  # a failed draft's
     table.show_blocks(other)
     table.length[growing] = 40  # needs two more blocks: one is free, one is given back
     preempted = scheduler.append_blocks(growing)
-    blocks = table.at(growing).blocks
+    blocks = table.get_sequence(growing).blocks
     assert len(blocks) == 3 and not preempted
     assert table.tables[growing, :3].tolist() == blocks

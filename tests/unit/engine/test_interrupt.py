@@ -25,10 +25,10 @@ from ostinato.model.named import model_folder
 from ostinato.model.native import Kernels
 from ostinato.pipeline.draft_metrics import collect_answers
 from ostinato.render import Renderer
-from ostinato.rollout.convert import samples
-from ostinato.rollout.health import prefilled_tokens, sampled_tokens
+from ostinato.rollout.convert import make_samples
+from ostinato.rollout.health import count_prefilled_tokens, count_sampled_tokens
 from ostinato.rollout.interrupt import Interruption
-from ostinato.rollout.rollout import RolloutContext, RolloutRequest, play
+from ostinato.rollout.rollout import RolloutContext, RolloutRequest, play_groups
 from ostinato.types import Completion, Group, Prompt, Reward, Sampling, Stop
 
 SIBLINGS = 4
@@ -96,7 +96,7 @@ def played(
         context_limit=400,
         interruption=interruption,
     )
-    return [item.group for item in asyncio.run(play(setting, ASKS))]
+    return [item.group for item in asyncio.run(play_groups(setting, ASKS))]
 
 
 def answers(groups: list[Group]) -> list[Completion]:
@@ -156,10 +156,10 @@ def test_an_interrupted_agent_runs_every_token_once_and_trains_on_its_own_routes
     for answer in reported:
         assert answer.text == renderer().decode(answer.tokens[: -1 if answer.stop is Stop.EOS else None])
         assert " time's up\n####" in answer.text
-    sequences = [one for i, group in enumerate(groups) for one in samples(group, i, np.ones(SIBLINGS))]
+    sequences = [one for i, group in enumerate(groups) for one in make_samples(group, i, np.ones(SIBLINGS))]
     trajectories = [one for group in groups for one in group.trajectories]
     turns = sum(len(one.turns) for one in trajectories)
-    counted = sum(prefilled_tokens(one) + sampled_tokens(one) for one in trajectories) - turns
+    counted = sum(count_prefilled_tokens(one) + count_sampled_tokens(one) for one in trajectories) - turns
     assert ours.counters.prefilled + ours.counters.decoded == counted
     prompts = sum((SIBLINGS - 1) * (len(g.trajectories[0].turns[0].context) - 1) for g in groups)
     assert counted <= sum(len(one.tokens) - 1 for one in sequences) - prompts  # siblings share what is equal
@@ -167,7 +167,7 @@ def test_an_interrupted_agent_runs_every_token_once_and_trains_on_its_own_routes
         assert sample.experts is not None
         np.testing.assert_array_equal(sample.experts[:-1], chosen(sample.tokens))
     batch = pack(sequences, aggregation_weights(sequences, Aggregation.TOKEN), tokens_per_microbatch=1024)
-    assert batch.num_tokens == sum(map(sampled_tokens, trajectories))
+    assert batch.num_tokens == sum(map(count_sampled_tokens, trajectories))
 
 
 def test_in_bf16_the_trainer_chooses_nearly_the_same() -> None:
@@ -175,7 +175,7 @@ def test_in_bf16_the_trainer_chooses_nearly_the_same() -> None:
     ours = LocalEngine(model(torch.bfloat16), kernels=NATIVE, kv_memory_mb=32, context_limit=400)
     groups = played(ours, None, turns=3, max_tokens=30, stop_tokens=tuple(range(0, 295, 6)))
     for group in groups:
-        for sample in samples(group, 0, np.ones(SIBLINGS)):
+        for sample in make_samples(group, 0, np.ones(SIBLINGS)):
             assert sample.experts is not None
             assert alignment([chosen(sample.tokens)], [sample.experts[:-1]]).min() > 0.95
 
@@ -200,5 +200,5 @@ def test_drafts_from_interrupted_pasts_change_no_token_and_are_taken() -> None:
         assert two.accepted <= two.drafted and two.passes <= one.passes == len(one.tokens) - one.num_injected
     assert (
         sum(answer.accepted for answer in answers(again))
-        > sum(map(sampled_tokens, [one for group in plain for one in group.trajectories])) / 2
+        > sum(map(count_sampled_tokens, [one for group in plain for one in group.trajectories])) / 2
     )

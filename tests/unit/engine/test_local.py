@@ -23,7 +23,7 @@ from ostinato.engine.sequences import Settings
 from ostinato.model.attention import CausalAttention
 from ostinato.model.lora import Adapters
 from ostinato.model.native import Kernels
-from ostinato.pipeline.account import answer_work
+from ostinato.pipeline.account import compute_answer_work
 from ostinato.types import NO_EXPERT, Emitted, Request, Sampling, Stop
 
 DECODER = tiny_decoder()
@@ -133,7 +133,7 @@ def test_what_a_preemption_has_to_run_again_is_recorded(blocks: int, step_tokens
     requests = [request(5 + i, i, max_tokens=60) for i in range(4)]
     sampled = answers(ours, requests)
     works = [
-        answer_work(len(one.tokens), done.cached_tokens, done)
+        compute_answer_work(len(one.tokens), done.cached_tokens, done)
         for one, done in zip(requests, sampled, strict=True)
     ]
     again = [done.recomputed for done in sampled if done.recomputed is not None]

@@ -12,7 +12,7 @@ import torch
 from worlds import KERNELS, VOCAB, adapters_of, answers, same, tiny_decoder
 
 from ostinato.engine.local import LocalEngine
-from ostinato.engine.sampler import Drawn, likeliest, sample_torch
+from ostinato.engine.sampler import Drawn, find_likeliest, sample_torch
 from ostinato.engine.sequences import Settings
 from ostinato.model.native import Kernels
 from ostinato.model.shapes import ExpertScheme
@@ -118,7 +118,7 @@ def test_the_likeliest_are_of_the_distribution_that_was_sampled_from() -> None:
     rows = [Sampling(temperature=0.5), Sampling(top_k=2), Sampling(temperature=0)]
     settings = Settings.of(rows)
     drawn = sample_torch(logits, settings, np.full(3, 0.1), want_support=True)
-    ids, logprobs = likeliest(logits, settings, drawn, 3)
+    ids, logprobs = find_likeliest(logits, settings, drawn, 3)
     assert ids.tolist() == [[0, 1, 2]] * 3
     want = [
         torch.log_softmax(2 * logits[0], 0)[:3],
@@ -138,11 +138,11 @@ def test_the_likeliest_of_a_row_do_not_depend_on_the_rows_beside_it() -> None:
     torch.set_num_threads(2)
     try:
         drawn = sample_torch(logits, (settings := Settings.of([Sampling()] * 64)), np.full(64, 0.5))
-        ids, logprobs = likeliest(logits, settings, drawn, 5)
+        ids, logprobs = find_likeliest(logits, settings, drawn, 5)
         for row in range(64):
             part = slice(row, row + 1)
             one = Drawn(drawn.tokens[part], drawn.logprobs[part], drawn.edges[part])
-            alone = likeliest(logits[part], Settings.of([Sampling()]), one, 5)
+            alone = find_likeliest(logits[part], Settings.of([Sampling()]), one, 5)
             assert (alone[0] == ids[part]).all() and (alone[1] == logprobs[part]).all()
     finally:
         torch.set_num_threads(threads)

@@ -31,7 +31,7 @@ from ostinato.engine.pool import Call
 from ostinato.launch.drafts import Seen
 from ostinato.observe.timeline import Kind
 from ostinato.protocols import Job, Starts, Worker
-from ostinato.rollout.schedule import find_placement, least_loaded
+from ostinato.rollout.schedule import find_placement, place_least_loaded
 from ostinato.types import Completion, Request, Sampling
 from ostinato.workers.remote import WorkerLost
 
@@ -65,7 +65,7 @@ async def test_with_any_workers_placement_and_kills_all_is_answered_by_the_polic
     slots: int,
 ) -> None:
     """In flight too; calls hear what came before them, and nothing that was never published."""
-    world, place = World(faults), least_loaded if placement is None else mixed(placement)
+    world, place = World(faults), place_least_loaded if placement is None else mixed(placement)
     pool = world.pool(workers, place=place, slots=slots, max_restarts=50)
     pool.publish(7, 0)
 
@@ -363,7 +363,7 @@ def test_a_seed_path_says_who_are_siblings() -> None:
     def job(*seed: int) -> Job:
         request = Request(tokens=np.ones(3, np.int32), sampling=Sampling(), seed=seed)
         call = Call(id=7, index=0, request=request, results=asyncio.Queue(), expected=0.0)
-        return call.job()
+        return call.make_job()
 
     assert (job(0, 4, 11, 2).step, job(0, 4, 11, 2).place) == (4, 11)
     assert job(0, -1, 3, 11, 2).place == 11, "an evaluation in lanes"

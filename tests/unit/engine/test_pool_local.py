@@ -19,7 +19,7 @@ from ostinato.engine.serve import SamplerServer
 from ostinato.model.wire import fingerprint, unpack
 from ostinato.observe.timeline import Kind
 from ostinato.protocols import Job, Starts, Worker
-from ostinato.rollout.schedule import least_loaded
+from ostinato.rollout.schedule import place_least_loaded
 from ostinato.types import Completion, PollResult, Publication, Request, Sampling
 from ostinato.workers.remote import seal, unseal
 
@@ -58,7 +58,7 @@ def pool(count: int, *, deaths: Sequence[int] = (), **options: Any) -> EnginePoo
         server = SamplerServer(engine(name), name, lambda payload: unpack(payload, DECODER.config))
         return Mortal(server, left.pop(0) if left else -1)
 
-    return EnginePool(spawn, count, **{"place": least_loaded, "slots": 6, "silence_s": 20.0, **options})
+    return EnginePool(spawn, count, **{"place": place_least_loaded, "slots": 6, "silence_s": 20.0, **options})
 
 
 def ask(place: int, sample: int, **sampling: Any) -> Request:
@@ -76,7 +76,7 @@ def crowded(waiting: Sequence[Job], workers: Sequence[Worker]) -> Starts:
 
 
 @pytest.mark.skipif(NATIVE is None, reason="only row-wise kernels give the same bits in any batch")
-@pytest.mark.parametrize("place", [least_loaded, crowded])
+@pytest.mark.parametrize("place", [place_least_loaded, crowded])
 @pytest.mark.parametrize(("count", "deaths"), [(1, ()), (3, ()), (3, (3, 5))])
 def test_any_number_of_samplers_is_one_engine_bit_for_bit(
     place: Callable[..., Starts], count: int, deaths: tuple[int, ...]
@@ -116,7 +116,7 @@ def test_a_payload_that_was_damaged_on_its_way_costs_a_worker_and_no_token() -> 
         return Noisy(server, -1)
 
     async def main() -> tuple[list[Completion], EnginePool]:
-        ours = EnginePool(spawn, 1, place=least_loaded)
+        ours = EnginePool(spawn, 1, place=place_least_loaded)
         ours.publish(adapters_of(DECODER, 1), 1)
         await ours.ready()
         ours.publish(adapters_of(DECODER, 2), 2)

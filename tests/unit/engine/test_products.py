@@ -12,7 +12,7 @@ import pytest
 
 from ostinato.config import Recipe, dump_toml
 from ostinato.engine import products
-from ostinato.engine.products import cache_file, choose, seconds_by_dtype, warning
+from ostinato.engine.products import cache_file, choose_dtype, explain_slow_dtype, find_seconds
 from ostinato.files import atomic_write, read_cached
 from ostinato.launch.machine import resolve_auto
 from ostinato.model.config import ModelConfig, read_config
@@ -30,7 +30,7 @@ def config() -> ModelConfig:
 
 def keep(config: ModelConfig, text: str) -> None:
     """Put ``text`` where the figures of ``config`` are kept."""
-    file = cache_file(products.products(config), "torch", fp32_head=True)
+    file = cache_file(products.list_products(config), "torch", fp32_head=True)
     atomic_write(file, text)
 
 
@@ -50,7 +50,7 @@ def test_the_products_are_all_of_a_tokens_forward(config: ModelConfig) -> None:
     mixing = 2.0 * len(moe.layers) * config.hidden_size * moe.top_k
     found = (
         2.0 * one.count * math.prod(one.shape[-2:]) * (3 * one.top_k or 1)
-        for one in products.products(config)
+        for one in products.list_products(config)
     )
     assert sum(found) == rates - router - mixing
 
@@ -59,18 +59,18 @@ def test_what_is_kept_decides_and_is_told(
     config: ModelConfig, own_cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     keep(config, figures((1e-6, 1e-6), (1.2e-6, 7.1e-6)))
-    chosen = choose(config, device="cpu", **HOW)
+    chosen = choose_dtype(config, device="cpu", **HOW)
     assert chosen.dtype == "float32"
     assert chosen.reason.endswith("bfloat16 would be 7.1x slower in training and 1.2x slower in sampling")
-    assert "bfloat16 would be 7.1x" in warning(config, "bfloat16", **HOW)
-    assert warning(config, "float32", **HOW) == ""
+    assert "bfloat16 would be 7.1x" in explain_slow_dtype(config, "bfloat16", **HOW)
+    assert explain_slow_dtype(config, "float32", **HOW) == ""
     recipe = Recipe.parse({"model": {"fp32_head": True}, "engine": {"native": False}})
     assert resolve_auto(recipe).model.dtype == "float32"
     assert caplog.messages == [f"model.dtype auto: float32; {chosen.reason}"]
     keep(config, figures((3e-6, 3e-6), (1e-6, 1e-6)))
-    assert choose(config, device="cpu", **HOW).dtype == "bfloat16"
+    assert choose_dtype(config, device="cpu", **HOW).dtype == "bfloat16"
     keep(config, figures((1.05e-6, 1e-6), (1e-6, 1e-6)))
-    assert choose(config, device="cpu", **HOW).dtype == "float32", "a gain of 2 % is no reason to round"
+    assert choose_dtype(config, device="cpu", **HOW).dtype == "float32", "a gain of 2 % is no reason to round"
 
 
 def test_a_dtype_that_is_written_is_obeyed_with_a_line_where_it_is_much_slower(
@@ -114,10 +114,12 @@ def test_what_is_measured_is_kept_and_anything_else_is_another_measurement(
     config: ModelConfig, own_cache: Path
 ) -> None:
     """What was kept for one model, one head and one instruction set is not taken for another."""
-    found = seconds_by_dtype(config, **HOW, budget_s=0.0, busy=False)
-    assert seconds_by_dtype(config, **HOW, budget_s=0.0) == found
-    wanted = products.products(config)
-    wider = products.products(dataclasses.replace(config, intermediate_size=2 * config.intermediate_size))
+    found = find_seconds(config, **HOW, budget_s=0.0, busy=False)
+    assert find_seconds(config, **HOW, budget_s=0.0) == found
+    wanted = products.list_products(config)
+    wider = products.list_products(
+        dataclasses.replace(config, intermediate_size=2 * config.intermediate_size)
+    )
     others = ((wanted, "torch"), (wanted, "kernels-1"), (wider, "torch"))
     files = {cache_file(*which, fp32_head=True) for which in others}
     assert len(files | {cache_file(wanted, "torch", fp32_head=False)}) == 4

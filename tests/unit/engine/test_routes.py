@@ -18,7 +18,7 @@ from ostinato.engine.cache import BLOCK, KVCache
 from ostinato.engine.local import LocalEngine
 from ostinato.model.lora import Adapters
 from ostinato.model.native import Kernels
-from ostinato.rollout.convert import samples
+from ostinato.rollout.convert import make_samples
 from ostinato.types import (
     NO_EXPERT,
     Completion,
@@ -102,7 +102,7 @@ class Talk:
         """As they are trained on: merged over the turns, without the last token, which has none."""
         trajectory = Trajectory(turns=tuple(self.turns), stop=Stop.EOS, seed=(7,))
         group = Group(prompt=Prompt(uid="p", text="p"), trajectories=(trajectory,), step=1)
-        (sample,) = samples(group, 0, np.ones(1))
+        (sample,) = make_samples(group, 0, np.ones(1))
         assert sample.experts is not None, "a gap"
         return sample.experts[:-1]
 

@@ -54,7 +54,7 @@ def one_pass(scheduler: Scheduler) -> list[Sequence]:
 
 
 def owned(scheduler: Scheduler) -> list[list[int]]:
-    return [scheduler.table.at(slot).blocks for slot in scheduler.table.order]
+    return [scheduler.table.get_sequence(slot).blocks for slot in scheduler.table.order]
 
 
 def test_it_needs_no_torch() -> None:
@@ -119,7 +119,7 @@ def test_everything_ends_and_every_block_comes_back(
     assert sorted(len(one.text) for one in ended) == sorted(n + m for n, m, _ in prompts)
     scheduler.cache.forget()
     scheduler.cache.check([])
-    assert scheduler.cache.free == blocks
+    assert scheduler.cache.num_free == blocks
 
 
 def test_the_longest_are_begun_first_and_the_preempted_before_all() -> None:
@@ -198,7 +198,7 @@ def test_an_abandoned_prefill_leaves_nothing_to_wait_for() -> None:
     cache.release(blocks)
     cache.check([])
     assert cache.match(prompt) == Match((), 0)
-    assert cache.available == 8
+    assert cache.num_available == 8
 
 
 def test_a_long_abandoned_prefill_is_no_deep_recursion() -> None:
@@ -210,7 +210,7 @@ def test_a_long_abandoned_prefill_is_no_deep_recursion() -> None:
     cache.discard(cache.insert(prompt, blocks, ready=False))
     cache.release(blocks)
     cache.check([])
-    assert cache.free == 3000
+    assert cache.num_free == 3000
 
 
 def test_eviction_takes_the_oldest_leaf_and_never_a_block_in_use() -> None:
@@ -270,7 +270,7 @@ def test_no_block_is_lost_or_shared_by_mistake(events: list[tuple[str, list[int]
             try:
                 alive.append((tokens, fill(cache, tokens)))
             except OutOfBlocks:
-                assert cache.available < 4  # no sequence here needs more
+                assert cache.num_available < 4  # no sequence here needs more
         elif event == "end" and alive:
             output, blocks = alive.pop()
             cache.insert(output, blocks)

@@ -28,16 +28,16 @@ def test_the_fastest_that_did_not_fail_wins() -> None:
     slow = Timing(count=1, policy="passive", us_per_token=3.0)
     fast = Timing(count=2, policy="active", us_per_token=2.0)
     failed = Timing(count=4, policy="active", us_per_token=None)
-    assert threads.fastest([slow, failed, fast]) is fast
+    assert threads.find_fastest([slow, failed, fast]) is fast
     hardly = Timing(count=2, policy="passive", us_per_token=2.1)
-    assert threads.fastest([fast, hardly]) is hardly  # spinning has to be worth it
-    assert threads.fastest([failed]) is None
+    assert threads.find_fastest([fast, hardly]) is hardly  # spinning has to be worth it
+    assert threads.find_fastest([failed]) is None
 
 
 def test_given_then_environment_then_cache(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     monkeypatch.setattr(threads, "is_busy", lambda: False)
-    count = threads.logical_cores()
+    count = threads.count_logical_cores()
     write_cache(count, "active")
     empty: dict[str, str] = {}
     assert threads.configure(environ=empty) == Threads(count=count, policy="active", source="cache")
@@ -83,7 +83,7 @@ def test_a_broken_cache_is_as_none(
     every command ended there until somebody removed the file."""
     threads.cache_file(WORK).parent.mkdir(parents=True)
     threads.cache_file(WORK).write_bytes(text if isinstance(text, bytes) else text.encode())
-    assert threads.cached(WORK) is None
+    assert threads.read_choice(WORK) is None
     (line,) = caplog.messages
     assert "is damaged or of another version" in line and "\n" not in line
 
@@ -99,18 +99,18 @@ def test_what_a_busy_machine_measured_holds_while_it_is_busy(
     )
     monkeypatch.setattr(threads, "is_busy", lambda: busy)
     assert threads.measure(WORK) == Threads(count=1, policy="passive", source="measured")
-    assert threads.cached(WORK) == Threads(count=1, policy="passive", source="cache")
+    assert threads.read_choice(WORK) == Threads(count=1, policy="passive", source="cache")
     busy = False
-    assert threads.cached(WORK) is None
+    assert threads.read_choice(WORK) is None
     threads.measure(WORK)
-    quiet = threads.cached(WORK)
+    quiet = threads.read_choice(WORK)
     busy, us = True, {2: 1.0}
-    assert threads.measure(WORK).count == 2 and threads.cached(WORK) == quiet
+    assert threads.measure(WORK).count == 2 and threads.read_choice(WORK) == quiet
 
 
 def test_busy_is_what_the_cores_do_now(monkeypatch: pytest.MonkeyPatch) -> None:
     spent = iter([(100, 1000), (130, 1010), (130, 1010), (135, 1045), None])
-    monkeypatch.setattr(threads, "_spent", lambda: next(spent))
+    monkeypatch.setattr(threads, "_read_ticks", lambda: next(spent))
     monkeypatch.setattr(threads, "LOOK_S", 0.0)
     assert [threads.is_busy() for _ in range(3)] == [True, False, False]  # 30 of 40 ticks, 5 of 40, unknown
 
@@ -132,11 +132,11 @@ def test_a_torch_that_was_imported_first_gets_the_number_and_never_more_than_idl
     numbers: list[int] = []
     torch = SimpleNamespace(get_num_threads=lambda: 4, set_num_threads=numbers.append)
     monkeypatch.setitem(sys.modules, "torch", torch)
-    monkeypatch.setattr(threads, "logical_cores", lambda: 8)
-    monkeypatch.setattr(threads, "busy_share", lambda: 0.0)
+    monkeypatch.setattr(threads, "count_logical_cores", lambda: 8)
+    monkeypatch.setattr(threads, "measure_busy_share", lambda: 0.0)
     write_cache(6, "active")
     assert threads.configure(environ={}).count == 4  # the user's torch.set_num_threads(4)
-    monkeypatch.setattr(threads, "busy_share", lambda: 0.8)
+    monkeypatch.setattr(threads, "measure_busy_share", lambda: 0.8)
     environ: dict[str, str] = {}
     assert threads.configure(environ=environ).count == 2 and environ["OMP_NUM_THREADS"] == "2"
     assert "its 2 threads spin while they wait" in caplog.text
@@ -158,7 +158,7 @@ def world(rows: int, attended: float) -> float:
 def test_measured_it_predicts_what_was_not_measured() -> None:
     table = CostTable.measure(lambda rows, context: world(rows, rows * context))
     for rows, context in ((1, 16), (12, 100), (200, 50), (1000, 16)):
-        assert float(table.seconds(rows, rows * context)) == pytest.approx(
+        assert float(table.predict_seconds(rows, rows * context)) == pytest.approx(
             world(rows, rows * context), rel=0.05
         )
 
@@ -172,7 +172,7 @@ def test_a_slow_machine_is_not_measured_for_ever() -> None:
 
     table = CostTable.measure(slow)
     assert max(requested) == 8
-    assert float(table.seconds(1000, 0)) == pytest.approx(100, rel=0.3)
+    assert float(table.predict_seconds(1000, 0)) == pytest.approx(100, rel=0.3)
 
 
 def test_it_follows_the_machine() -> None:
@@ -183,7 +183,7 @@ def test_it_follows_the_machine() -> None:
         noise = 5.0 if rng.random() < 0.02 else rng.normal(1, 0.05)  # now and then somebody else is working
         table.observe(rows, 0.0, 1.4 * world(rows, 0) * noise)
     for rows in (4, 16, 40, 100, 300):
-        assert float(table.seconds(rows, 0)) == pytest.approx(1.4 * world(rows, 0), rel=0.15)
+        assert float(table.predict_seconds(rows, 0)) == pytest.approx(1.4 * world(rows, 0), rel=0.15)
 
 
 def test_slow_first_passes_are_forgotten() -> None:
@@ -195,7 +195,7 @@ def test_slow_first_passes_are_forgotten() -> None:
     for _ in range(40):
         table.observe(4, 200.0, world(4, 200.0))
     for rows in (4, 200):
-        assert float(table.seconds(rows, 1e3)) == pytest.approx(world(rows, 1e3), rel=0.15)
+        assert float(table.predict_seconds(rows, 1e3)) == pytest.approx(world(rows, 1e3), rel=0.15)
 
 
 def test_what_the_engine_does_around_the_model_is_learnt_first() -> None:
@@ -206,7 +206,7 @@ def test_what_the_engine_does_around_the_model_is_learnt_first() -> None:
         table.observe(4, 200.0, world(4, 200.0) / 10 + 3e-4)
     for rows in (1, 4, 64):
         expected = world(rows, 200.0) / 10 + 3e-4
-        assert float(table.seconds(rows, 200.0)) == pytest.approx(expected, rel=0.15)
+        assert float(table.predict_seconds(rows, 200.0)) == pytest.approx(expected, rel=0.15)
 
 
 @given(st.lists(st.tuples(st.integers(1, 3000), st.floats(1e-6, 10)), max_size=50))
@@ -215,5 +215,5 @@ def test_more_rows_never_cost_less(passes: list[tuple[int, float]]) -> None:
     table = CostTable([1e-3 * knot for knot in KNOTS])
     for rows, seconds in passes:
         table.observe(rows, 0.0, seconds)
-    costs = table.seconds(np.arange(1, 4000), 0.0)
+    costs = table.predict_seconds(np.arange(1, 4000), 0.0)
     assert (np.diff(costs) >= -1e-9 * costs[1:]).all() and (costs > 0).all()

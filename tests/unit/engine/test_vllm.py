@@ -23,9 +23,9 @@ from ostinato.engine import vllm as vllm_engine
 from ostinato.engine import vllm_policies
 from ostinato.engine.local import LocalEngine
 from ostinato.engine.vllm import VllmEngine
-from ostinato.engine.vllm_answers import answer, question
+from ostinato.engine.vllm_answers import convert_answer, make_question
 from ostinato.engine.vllm_proof import is_above, is_ignored
-from ostinato.engine.vllm_server import check
+from ostinato.engine.vllm_server import check_server
 from ostinato.launch.components import proof_row
 from ostinato.model.attention import CausalAttention
 from ostinato.model.config import parse_config
@@ -279,7 +279,7 @@ def test_files_that_the_server_did_not_read_are_found_by_their_digest(
     engine: VllmEngine, server: FakeVllm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.publish(POLICIES[0], 1)
-    monkeypatch.setattr(vllm_policies, "_digest", lambda folder: "0123456789abcdef")
+    monkeypatch.setattr(vllm_policies, "_compute_digest", lambda folder: "0123456789abcdef")
     with pytest.raises(WorkerLost, match="where 0123456789abcdef was written"):
         engine.publish(POLICIES[1], 2)
 
@@ -467,11 +467,13 @@ def test_requests_that_vllm_would_answer_otherwise_are_refused(
 
 
 def test_a_question_has_seeds_of_its_own_for_each_turn() -> None:
-    first, second = question(ask(5), "m", "s", 64), question(ask(5, 6), "m", "s", 64)
+    first, second = make_question(ask(5), "m", "s", 64), make_question(ask(5, 6), "m", "s", 64)
     assert first["sampling_params"]["seed"] != second["sampling_params"]["seed"]
     assert all(0 <= one["sampling_params"]["seed"] < 1 << 63 for one in (first, second))
     assert (
-        question(ask(*range(60), max_tokens=10, min_tokens=9), "m", "s", 64)["sampling_params"]["max_tokens"]
+        make_question(ask(*range(60), max_tokens=10, min_tokens=9), "m", "s", 64)["sampling_params"][
+            "max_tokens"
+        ]
         == 4
     )
 
@@ -491,23 +493,23 @@ def test_what_filters_had_kept_and_who_computed_a_token_come_with_the_answer() -
         sampling_mask=[[9, 8], [9]], routed_experts=base64.b64encode(buffer.getvalue()).decode()
     )
     versions = np.ones(2, np.int32)
-    completion = answer(ask(top_k=2), reported, versions, None, num_experts=8)
+    completion = convert_answer(ask(top_k=2), reported, versions, None, num_experts=8)
     assert completion.support is not None and completion.support.ids.tolist() == [8, 9, 9]
     assert completion.prompt_experts is not None and np.array_equal(completion.prompt_experts, routes[:3])
     assert completion.experts is not None and completion.experts[0].tolist() == routes[3].tolist()
     assert (completion.experts[1] == NO_EXPERT).all()
-    assert answer(ask(), reported, versions, None).support is None
+    assert convert_answer(ask(), reported, versions, None).support is None
     with pytest.raises(ValueError, match="experts of 4 tokens for an answer that ends at 6"):
-        answer(ask(5, 6, 7, 8), reported, versions, None, num_experts=8)
+        convert_answer(ask(5, 6, 7, 8), reported, versions, None, num_experts=8)
 
 
 def test_an_answer_without_log_probabilities_is_an_error() -> None:
     broken = choice(logprobs={"content": [{"logprob": -0.5}, {"logprob": -9999.0}]})
-    completion = answer(ask(), broken, np.ones(2, np.int32), None)
+    completion = convert_answer(ask(), broken, np.ones(2, np.int32), None)
     assert completion.stop is Stop.ERROR and "not finite" in completion.error
 
 
 def test_a_server_that_asks_for_another_key_is_named(server: FakeVllm) -> None:
     server.start()
     with pytest.raises(ValueError, match="requires another key; start it with the VLLM_API_KEY of this"):
-        check(server.address, [0], "another")
+        check_server(server.address, [0], "another")

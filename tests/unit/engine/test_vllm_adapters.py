@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from worlds import adapters_of, tiny_decoder
 
-from ostinato.engine.vllm_adapters import experts_of, write_adapters
+from ostinato.engine.vllm_adapters import list_expert_kinds, write_adapters
 from ostinato.model.lora import Adapters
 from ostinato.model.shapes import AdapterSpec
 
@@ -69,7 +69,7 @@ def test_a_server_in_bf16_gets_half_the_bytes(tmp_path: Path) -> None:
 
 def test_maps_of_experts_alone_are_refused() -> None:
     config = tiny_decoder(num_hidden_layers=1).config
-    assert len(experts_of(config, AdapterSpec(targets=("attn", "experts")))) == 3
-    assert experts_of(config, AdapterSpec(targets=("attn",))) == []
+    assert len(list_expert_kinds(config, AdapterSpec(targets=("attn", "experts")))) == 3
+    assert list_expert_kinds(config, AdapterSpec(targets=("attn",))) == []
     with pytest.raises(ValueError, match="gate, up and down of experts together"):
-        experts_of(config, AdapterSpec(targets=("experts.gate",)))
+        list_expert_kinds(config, AdapterSpec(targets=("experts.gate",)))

@@ -21,8 +21,8 @@ from ostinato.engine.vllm_server import (
     VllmAt,
     VllmChild,
     call,
-    environment,
-    host_and_port,
+    make_environment,
+    parse_address,
     post,
 )
 from ostinato.workers import guard
@@ -35,7 +35,7 @@ from ostinato.workers.remote import WorkerLost
 def test_an_address_is_checked(address: str) -> None:
     with pytest.raises(ValueError, match=r'"http://host:8000"'):
         VllmAt(address)
-    assert host_and_port("http://host:81") == ("host", 81)
+    assert parse_address("http://host:81") == ("host", 81)
 
 
 def served_by(python: str, **changes: Any) -> Serve:
@@ -73,7 +73,7 @@ def test_what_a_run_needs_of_its_server_is_in_its_command() -> None:
 
 def test_the_servers_environment_keeps_the_users_and_has_what_it_needs() -> None:
     users = {"PYTHONPATH": "/mine", "VLLM_CPU_OMP_THREADS_BIND": "0", "VLLM_SERVER_DEV_MODE": "0"}
-    found = environment(users, "a key")
+    found = make_environment(users, "a key")
     assert found["VLLM_API_KEY"] == "a key"
     assert found["PYTHONPATH"].endswith(f"{os.pathsep}/mine") and found["VLLM_CPU_OMP_THREADS_BIND"] == "0"
     assert found["VLLM_SERVER_DEV_MODE"] == "1"

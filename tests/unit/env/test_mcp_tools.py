@@ -20,7 +20,7 @@ from ostinato.config.fields import PathKind, make_absolute
 from ostinato.env.tools import resolve_tools
 from ostinato.launch.inputs import new_stage, prepare
 from ostinato.protocols import Engine
-from ostinato.rollout.rollout import first_context
+from ostinato.rollout.rollout import start_env
 
 SERVER = """
 import os
@@ -116,7 +116,7 @@ def test_a_run_starts_a_server_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     )
     with prepare(recipe, training=True) as inputs:
         episode = new_stage(inputs, cast(Engine, None), inputs.grader).env(inputs.train_prompts[0])
-        asked = inputs.renderer.decode(asyncio.run(first_context(episode)), skip_special=False)
+        asked = inputs.renderer.decode(asyncio.run(start_env(episode)), skip_special=False)
     assert "The sum of two integers." in asked
     assert (tmp_path / "started").read_text() == "x"
 
@@ -138,7 +138,7 @@ def test_the_chats_of_the_recipe_begin_as_its_run_does(tmp_path: Path) -> None:
     with prepare(recipe, training=True) as inputs:
         row = replace(inputs.train_prompts[0], messages=(whole[1],))
         episode = new_stage(inputs, cast(Engine, None), inputs.grader).env(row)
-        asked = asyncio.run(first_context(episode))
+        asked = asyncio.run(start_env(episode))
         assert asked.tolist() == inputs.renderer.chat(whole[:2]).tolist()
     assert 0.4 < sum(chat[-2]["role"] == "tool" for chat in chats) / len(chats) < 0.6
 

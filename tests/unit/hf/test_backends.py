@@ -18,7 +18,7 @@ from trainer_options import trainer_options  # noqa: E402
 
 from ostinato.algo.algorithms import algorithm  # noqa: E402
 from ostinato.hf.factors import init_sites, read_folder, write_folder  # noqa: E402
-from ostinato.hf.model import TransformersModel, load  # noqa: E402
+from ostinato.hf.model import TransformersModel, load_transformers  # noqa: E402
 from ostinato.model.decoder import Decoder  # noqa: E402
 from ostinato.model.hf import load_model  # noqa: E402
 from ostinato.model.hf_names import hf_module  # noqa: E402
@@ -62,7 +62,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Both]:
             decoder = load_model(folder, dtype=torch.float32)
             native = shaken(init_adapters(decoder.config, SPEC, seed=1))
             write_peft(native, folder / "adapter")
-            model = load(folder, dtype=torch.float32, device="cpu")
+            model = load_transformers(folder, dtype=torch.float32, device="cpu")
             theirs = read_folder(folder / "adapter", model.sites, "cpu")
             made[model_type] = Both(decoder, trained(native), model, trained(theirs))
         return made[model_type]
@@ -122,7 +122,7 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pat
     def of(model_type: str) -> tuple[Path, TransformersModel]:
         if model_type not in made:
             folder = saved(model_type, tmp_path_factory.mktemp(model_type), **OTHERS[model_type])
-            made[model_type] = folder, load(folder, dtype=torch.float32, device="cpu")
+            made[model_type] = folder, load_transformers(folder, dtype=torch.float32, device="cpu")
         return made[model_type]
 
     return of

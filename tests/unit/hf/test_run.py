@@ -14,7 +14,7 @@ peft = pytest.importorskip("peft")
 
 from ostinato.config import Recipe  # noqa: E402
 from ostinato.hf.factors import read_folder  # noqa: E402
-from ostinato.hf.model import load  # noqa: E402
+from ostinato.hf.model import load_transformers  # noqa: E402
 from ostinato.launch.machine import choose_backend, with_backend  # noqa: E402
 from ostinato.launch.session import learn, resume  # noqa: E402
 from ostinato.model.named import model_folder  # noqa: E402
@@ -53,7 +53,7 @@ def test_a_run_of_gemma2_learns_resumes_and_exports(gemma: Path, tmp_path: Path)
     whole = learn(recipe_of(gemma, tmp_path, 3), quiet=True)
     part = learn(recipe_of(gemma, tmp_path, 2), quiet=True)
     resume(part.folder, "trainer.steps=3", quiet=True)
-    model = load(gemma, dtype=torch.float32, device="cpu")
+    model = load_transformers(gemma, dtype=torch.float32, device="cpu")
     first, second = (
         read_folder(folder / "adapter", model.sites, "cpu").leaves() for folder in (whole.folder, part.folder)
     )

@@ -18,7 +18,7 @@ from small_transformers import OTHERS, SPEC, saved, shaken
 pytest.importorskip("transformers", minversion="5.0")
 
 from ostinato.hf.factors import init_sites
-from ostinato.hf.model import TransformersModel, load
+from ostinato.hf.model import TransformersModel, load_transformers
 from ostinato.hf.sampler import TransformersEngine
 from ostinato.model.packed import PackedAttention
 from ostinato.types import NO_EXPERT, Request, Sampling, Segment
@@ -29,7 +29,7 @@ VOCAB = 384
 @pytest.fixture(scope="module", params=["gpt_oss", "qwen3_5_text", "minimax"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TransformersModel:
     folder: Path = saved(request.param, tmp_path_factory.mktemp(request.param), **OTHERS[request.param])
-    return load(folder, dtype=torch.float32, device="cpu")
+    return load_transformers(folder, dtype=torch.float32, device="cpu")
 
 
 def scored(model: TransformersModel, policy: Any, tokens: np.ndarray) -> np.ndarray:

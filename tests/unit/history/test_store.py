@@ -15,7 +15,7 @@ from small_drafts import compiled as has_compiler
 from ostinato.history import blocks
 from ostinato.history.blocks import CONTEXT, END, PROBS, Block
 from ostinato.history.native import library as native
-from ostinato.history.store import OVERHEAD, History, prompt_key
+from ostinato.history.store import OVERHEAD, History, hash_prompt
 from ostinato.types import HistoryEntry
 
 pytestmark = pytest.mark.skipif(not has_compiler(), reason="there is no C++ compiler here")
@@ -66,7 +66,7 @@ class Native:
 
     def __init__(self, history: History, uid: str, step: int) -> None:
         self.library, self.history = native.load_library(), history  # which keeps the block
-        self.block = self.library.history_block(history.native, prompt_key(uid), step)
+        self.block = self.library.history_block(history.native, hash_prompt(uid), step)
         assert self.block
 
     def find(self, context: Sequence[int]) -> Span:
@@ -111,7 +111,7 @@ def searched(responses: Sequence[HistoryEntry]) -> tuple[Block, Native]:
 @EXAMPLES
 @given(pasts())
 def test_documents_are_context_response_end(responses: list[HistoryEntry]) -> None:
-    block = blocks.lay_out(3, responses)
+    block = blocks.make_block(3, responses)
     assert documents(block) == [[*p.context[-CONTEXT:].tolist(), *p.tokens.tolist(), END] for p in responses]
     assert block.wide == any((p.tokens >= 70_000).any() for p in responses)
     assert block.num_sampled == sum(len(p.tokens) for p in responses)
@@ -178,7 +178,7 @@ def test_the_search_finds_what_brute_force_finds(
 @given(st.lists(st.floats(0, 1, width=32), min_size=1))
 def test_probabilities_are_kept_to_half_a_step(probs: list[float]) -> None:
     given_ = np.array(probs, np.float32)
-    kept = PROBS[blocks.prob_codes(given_)]
+    kept = PROBS[blocks.encode_probs(given_)]
     usual = given_ >= PROBS[1]
     assert (abs(kept / np.maximum(given_, PROBS[1]) - 1)[usual] <= 0.026).all()
     assert (abs(kept - given_) <= 0.0151).all()  # what it means for the end of an interval
@@ -251,7 +251,7 @@ def test_bytes_are_counted_and_bounded(data: st.DataObject) -> None:
 
 def test_a_round_larger_than_the_memory_keeps_its_share() -> None:
     """Least recently used would have dropped every block just before its prompt came round again."""
-    each = blocks.bytes_needed(101, 1, False) + OVERHEAD
+    each = blocks.count_bytes(101, 1, False) + OVERHEAD
     history = History(memory_mb=20 * each / 2**20)
     found = []
     for step in range(120):
@@ -273,7 +273,7 @@ def test_adding_moves_nothing_that_is_kept() -> None:
     assert library.history_generation(history.native) > generation
     assert Native(history, uid, 1).find([1, 2]) == before
     history.add(uid, 4, [past([5])])  # epochs=3: step 1 goes
-    assert not library.history_block(history.native, prompt_key(uid), 1)
+    assert not library.history_block(history.native, hash_prompt(uid), 1)
 
 
 # ---- the file ----
@@ -340,4 +340,4 @@ def test_a_damaged_file_is_refused(tmp_path_factory: pytest.TempPathFactory, dat
 
 
 def test_a_key_is_the_same_everywhere() -> None:
-    assert prompt_key("arithmetic/3") == 5161345964430083096  # pinned: files name prompts by it
+    assert hash_prompt("arithmetic/3") == 5161345964430083096  # pinned: files name prompts by it

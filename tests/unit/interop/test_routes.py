@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from nouns import completion
 
 from ostinato.algo.routing import Cause, Misaligned, alignment, require_aligned, shared_ids
-from ostinato.hf.routes import Routes, id_dtype
+from ostinato.hf.routes import Routes, choose_id_dtype
 from ostinato.types import NO_EXPERT
 
 LAYERS, TOP_K, EXPERTS = 4, 3, 16
@@ -41,7 +41,7 @@ def test_narrow_and_back(experts: int, rows: int, seed: int, gaps: bool) -> None
     if gaps:
         ids[np.random.default_rng(seed).random(rows) < 0.3] = NO_EXPERT
     narrow = Routes.of(ids, experts)
-    assert narrow.num_experts == experts and narrow.ids.dtype == id_dtype(experts)
+    assert narrow.num_experts == experts and narrow.ids.dtype == choose_id_dtype(experts)
     np.testing.assert_array_equal(narrow.dense(), ids)
 
 

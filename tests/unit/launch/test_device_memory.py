@@ -29,7 +29,7 @@ from ostinato.launch.device_memory import (
 )
 from ostinato.launch.machine import expects_gpu
 from ostinato.launch.models import recipe_of
-from ostinato.pipeline.account import utilisation
+from ostinato.pipeline.account import compute_utilisation
 
 FEW = Need(prompts=2, group=4, prompt_tokens=20, answer_tokens=12)
 
@@ -181,8 +181,8 @@ def test_utilisation_is_of_the_data_sheet(name: str, tflops: float) -> None:
     """Nothing said how much of a GPU training uses."""
     assert sheet_flops(name) == tflops * 1e12
     row = {"flops/train": 2e15, "time/train_s": 4.0}
-    assert utilisation(row, 1e15) == {"train/mfu": 0.5}
-    assert utilisation(row, 0.0) == utilisation({"time/train_s": 4.0}, 1e15) == {}
+    assert compute_utilisation(row, 1e15) == {"train/mfu": 0.5}
+    assert compute_utilisation(row, 0.0) == compute_utilisation({"time/train_s": 4.0}, 1e15) == {}
 
 
 def test_a_bare_model_has_no_head_of_quickstart() -> None:

@@ -358,7 +358,7 @@ def test_a_full_disk_is_one_note(tmp_path: Path, caplog: pytest.LogCaptureFixtur
 def test_doctor_names_settings_that_leave_cores_idle_or_make_threads_take_turns(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name in ("logical_cores", "physical_cores"):
+    for name in ("count_logical_cores", "count_physical_cores"):
         monkeypatch.setattr(threads, name, lambda: 4)
 
     def warnings(count: int, source: str, **environ: str) -> list[str]:

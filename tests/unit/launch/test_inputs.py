@@ -231,7 +231,7 @@ def test_an_interrupted_answer_is_as_long_as_its_parts_whatever_max_tokens_says(
     assert found is not None and (found.shortest, found.longest, found.answer_tokens) == (8, 12, 4)
     assert renderer.decode(found.phrase) == " ####" and found.think_end == "</think>"
     assert (
-        longest_answer(interrupting().rollout, renderer)[0] == found.most_tokens == 12 + len(found.phrase) + 4
+        longest_answer(interrupting().rollout, renderer)[0] == found.max_tokens == 12 + len(found.phrase) + 4
     )
     assert longest_answer(Recipe().rollout, renderer) == (64, "rollout.max_tokens")
     assert new_interruption(Recipe().rollout, renderer) is None

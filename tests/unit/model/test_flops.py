@@ -21,7 +21,7 @@ from ostinato.apps.plan.problem import find_model
 from ostinato.model.config import parse_config
 from ostinato.model.flops import FlopModel, Part, Work
 from ostinato.model.shapes import ROLES, AdapterSpec, ExpertScheme
-from ostinato.pipeline.account import answer_work, batch_work
+from ostinato.pipeline.account import compute_answer_work, compute_batch_work
 from ostinato.types import Completion, Sample
 
 DENSE = {**SIZES, "model_type": "llama"}
@@ -108,11 +108,11 @@ def samples() -> st.SearchStrategy[list[Sample]]:
 def test_a_batch_counts_the_pairs_of_its_mask(found: list[Sample], budget: int) -> None:
     weights = aggregation_weights(found, Aggregation.TOKEN)
     batch, apart = pack(found, weights, tokens_per_microbatch=budget), pad(found, weights)
-    work = batch_work(batch)
+    work = compute_batch_work(batch)
     assert work.pairs == sum(int(segment_mask(part.segments).sum()) for part in batch.microbatches)
     assert work.tokens == sum(len(part.tokens) for part in batch.microbatches)
-    assert work.logits == batch.num_tokens == batch_work(apart).logits
-    assert work.tokens <= batch_work(apart).tokens and work.pairs <= batch_work(apart).pairs
+    assert work.logits == batch.num_tokens == compute_batch_work(apart).logits
+    assert work.tokens <= compute_batch_work(apart).tokens and work.pairs <= compute_batch_work(apart).pairs
 
 
 # ---- rollouts
@@ -139,6 +139,6 @@ def test_an_answer_is_as_many_rows_as_an_engine_runs(data: st.DataObject) -> Non
     injected = data.draw(st.none() | st.lists(st.booleans(), min_size=length, max_size=length))
     marks = None if injected is None else np.array(injected, bool)
     completion = done_(length, cached_tokens=cached, injected=marks)
-    work = answer_work(prompt, cached, completion)
+    work = compute_answer_work(prompt, cached, completion)
     assert work == row_by_row(prompt, completion)
     assert work.logits == length - sum(injected or [])

@@ -315,13 +315,13 @@ def quantise(folder: Path, method: str) -> dict[str, Tensor]:
 def test_folders_are_read_by_both_backends(method: str, tmp_path: Path) -> None:
     """A part that lacks is named; what is saved again is plain."""
     pytest.importorskip("transformers", minversion="5.0")
-    from ostinato.hf.model import load
+    from ostinato.hf.model import load_transformers
 
     experts = {"num_local_experts": 2, "num_experts_per_tok": 1, "hidden_size": 32, "intermediate_size": 32}
     kind, own = ("gpt_oss", experts) if method == "mxfp4" else ("qwen3", {"vocab_size": 64})
     folder = saved(kind, tmp_path / "model", **own)
     exact = quantise(folder, method)
-    theirs = load(folder, dtype=torch.float32, device="cpu").model.state_dict()
+    theirs = load_transformers(folder, dtype=torch.float32, device="cpu").model.state_dict()
     assert exact and all(torch.equal(theirs[name], weight) for name, weight in exact.items())
     if method != "mxfp4":
         ours = load_model(folder)
@@ -334,7 +334,7 @@ def test_folders_are_read_by_both_backends(method: str, tmp_path: Path) -> None:
     lost = next(name for name in tensors if name.endswith(need))
     del tensors[lost]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    for read in (load_model, lambda folder: load(folder, dtype=torch.float32, device="cpu")):
+    for read in (load_model, lambda folder: load_transformers(folder, dtype=torch.float32, device="cpu")):
         if method != "mxfp4" or read is not load_model:
             with pytest.raises(ValueError, match=lost.removesuffix(need)):
                 read(folder)

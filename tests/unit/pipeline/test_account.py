@@ -28,16 +28,16 @@ from ostinato.observe.ledger import Ledger, SteadyClock, Summary, Terms, read, s
 from ostinato.observe.timeline import Kind, Span, pool_of
 from ostinato.pipeline.account import (
     add_totals,
-    busy_by_pool,
-    flop_figures,
-    pipeline_row,
-    step_flops,
-    token_counts,
-    trained_tokens,
+    compute_pipeline_row,
+    compute_step_flops,
+    convert_flops,
+    count_tokens,
+    count_trained_tokens,
+    split_busy_seconds,
 )
 from ostinato.pipeline.credit import Credit
 from ostinato.pipeline.loop import Finish, LoopState
-from ostinato.rollout.health import sampled_tokens
+from ostinato.rollout.health import count_sampled_tokens
 from ostinato.run import RunFolder
 from ostinato.types import Batch, Group, Microbatch, Reward, Segment, StepReport, Trajectory
 
@@ -84,9 +84,9 @@ def report(**metrics: float) -> StepReport:
 def test_a_step_by_hand() -> None:
     """Two answers of 8 to a prompt of 5, which is read once but for its last token; two drafts failed."""
     groups = [group(answer(8, drafted=3, accepted=1), answer(8))]
-    flops = step_flops(TEN, groups, batch(12, 8), report(passes__measure=2.0))
+    flops = compute_step_flops(TEN, groups, batch(12, 8), report(passes__measure=2.0))
     assert flops == {"sample": (12 + 1 + 7) * 10, "train": 360, "measure": 240}
-    assert flop_figures(flops) == {"flops/rollout": 200, "flops/train": 360, "flops/measure": 240}
+    assert convert_flops(flops) == {"flops/rollout": 200, "flops/train": 360, "flops/measure": 240}
 
 
 def test_what_the_engine_ran_again_is_counted_in_tokens() -> None:
@@ -94,16 +94,16 @@ def test_what_the_engine_ran_again_is_counted_in_tokens() -> None:
     one = answer(8)
     done_ = replace(one.turns[0].completion, recomputed=np.array([[5, 9]], np.int32))
     groups = [group(replace(one, turns=(replace(one.turns[0], completion=done_),)))]
-    assert step_flops(TEN, groups, batch(12, 8), report())["sample"] == 120
-    assert token_counts(groups)["recomputed"] == 4
+    assert compute_step_flops(TEN, groups, batch(12, 8), report())["sample"] == 120
+    assert count_tokens(groups)["recomputed"] == 4
 
 
 def test_further_passes_are_training() -> None:
     """Looking for the samples at fault of a refused step ran half of the batch once more."""
     groups, made = [group(answer(8))], batch(12, 8)
-    assert step_flops(TEN, groups, made, report(passes__extra=1.0))["train"] == 360 + 120
+    assert compute_step_flops(TEN, groups, made, report(passes__extra=1.0))["train"] == 360 + 120
     refused = report(refused_steps=1.0, optimizer_steps=1.0, passes__repeated=0.5)
-    assert step_flops(TEN, groups, made, refused) == {"sample": 120, "train": 360 + 180, "measure": 0}
+    assert compute_step_flops(TEN, groups, made, refused) == {"sample": 120, "train": 360 + 180, "measure": 0}
 
 
 def test_tokens_of_a_refused_step_have_trained_nothing(tmp_path: Path) -> None:
@@ -118,7 +118,10 @@ def test_tokens_of_a_refused_step_have_trained_nothing(tmp_path: Path) -> None:
     assert bench.rows[-1]["total/trained_tokens"] == 0
     assert all(row["tokens/wasted"] == row["tokens/sampled"] for row in bench.rows)
     half = report(refused_steps=1.0, optimizer_steps=1.0)
-    assert trained_tokens(credit(truncated=3), batch(12, 9), half) == (5, {"truncated": 3, "refused_step": 4})
+    assert count_trained_tokens(credit(truncated=3), batch(12, 9), half) == (
+        5,
+        {"truncated": 3, "refused_step": 4},
+    )
 
 
 def test_device_seconds_and_money_are_those_of_the_devices_and_prices_of_each_step(tmp_path: Path) -> None:
@@ -180,10 +183,10 @@ def test_pools_are_never_too_busy_and_no_second_is_lost(steps: list[tuple[list[S
     over: dict[str, dict[str, float]] = {}
     booked = 0.0
     for reported, seconds in steps:
-        busy, over = busy_by_pool(reported, over, POOLS, seconds)
+        busy, over = split_busy_seconds(reported, over, POOLS, seconds)
         assert all(sum(parts.values()) <= seconds * (1 + 1e-9) for parts in busy.values())
         booked += sum(POOLS[pool] * sum(parts.values()) for pool, parts in busy.items())
-        row = pipeline_row(busy, POOLS, seconds)
+        row = compute_pipeline_row(busy, POOLS, seconds)
         assert 0 <= row["pipeline/utilisation"] <= 1
         assert row["pipeline/bubble_share"] == pytest.approx(1 - row["pipeline/utilisation"])
     booked += sum(POOLS[pool] * sum(parts.values()) for pool, parts in over.items())
@@ -322,7 +325,7 @@ class Counts(IsRight):
             raise Killed
         if group.prompt.uid.startswith("p"):  # and not held out
             now = self.bench.loop.state.step + 1
-            self.sampled[now] += sum(map(sampled_tokens, group.trajectories))
+            self.sampled[now] += sum(map(count_sampled_tokens, group.trajectories))
         return await super().grade(group)
 
 

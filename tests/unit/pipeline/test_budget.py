@@ -12,7 +12,7 @@ from small_loop import TEN_A_ROW, Bench, as_saved, raises_at
 
 from ostinato.algo.algorithms import algorithm
 from ostinato.every import Every
-from ostinato.pipeline.credit import assign
+from ostinato.pipeline.credit import assign_credit
 from ostinato.pipeline.state import Finish
 from ostinato.types import Trajectory
 
@@ -78,7 +78,9 @@ def test_shuffled_rewards_are_the_same_rewards_of_other_answers() -> None:
     groups = [group_of(*map(answer, range(8)), uid=f"p{k}", step=3) for k in range(40)]
 
     def advantages(**keys: bool) -> np.ndarray:
-        credit = assign(groups, algorithm("grpo", scale="none", **keys), min_verdicts=2, answer_tokens=4)
+        credit = assign_credit(
+            groups, algorithm("grpo", scale="none", **keys), min_verdicts=2, answer_tokens=4
+        )
         return np.array([sample.advantages[-1] for sample in credit.samples]).reshape(40, 8)
 
     plain, dealt = advantages(), advantages(shuffled=True)

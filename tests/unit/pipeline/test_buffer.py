@@ -24,9 +24,9 @@ class World:
         self.trained: list[tuple[Admission, ...]] = []
 
     def admit(self) -> None:
-        while room := self.rule.room(list(self.held.values()), self.finished):
+        while room := self.rule.count_room(list(self.held.values()), self.finished):
             for _ in range(room):
-                round = self.rule.round(len(self.held), self.finished)
+                round = self.rule.find_round(len(self.held), self.finished)
                 self.held[self.admitted] = Admission(round, self.admitted, self.finished, self.finished)
                 self.admitted += 1
 
@@ -99,7 +99,7 @@ def test_who_is_late_is_waited_for_and_nobody_else(rule: AdmissionRule, seed: in
         held, finished = dict(world.held), world.finished
         choice = world.move()
         if finished > rule.staleness and choice.awaited:
-            due = {place for place, one in held.items() if world.rule.deadline(one) == finished}
+            due = {place for place, one in held.items() if world.rule.find_deadline(one) == finished}
             assert set(choice.awaited) <= due
     assert ages(world) == [
         min(step, rule.staleness) for step in range(rule.steps) for _ in range(rule.prompts)
@@ -132,14 +132,14 @@ def test_a_batch_by_hand() -> None:
     rule = AdmissionRule(prompts=2, staleness=1, steps=9, overlap=True)
     some = held((1, 0, False), (2, 1, True), (3, 1, True))
     assert rule.choose(some, 1) == Selection(awaited=(1,))
-    assert rule.room(some, 1) == 1  # of four
+    assert rule.count_room(some, 1) == 1  # of four
     assert rule.choose(held((1, 0, True), (2, 1, False), (3, 1, True)), 1) == Selection(batch=(1, 3))
 
 
 def overdue_slow(rule: AdmissionRule, left: Sequence[Admission], finished: int) -> set[int]:
     """By counting, deadline after deadline."""
     for steps in range(rule.staleness + 1):
-        due = [one for one in left if rule.deadline(one) <= finished + steps]
+        due = [one for one in left if rule.find_deadline(one) <= finished + steps]
         if len(due) > steps * rule.prompts:
             return {one.place for one in due}
     return set()
@@ -174,4 +174,4 @@ def test_a_changed_recipe_finds_who_is_too_old(staleness: int, prompts: int, lat
     or fewer groups a step, some would wait too long, one behind the other."""
     some = held((0, 1, True), (1, 1, True), (2, 2, True), (3, 2, True))
     rule = AdmissionRule(prompts=prompts, staleness=staleness, steps=9, overlap=True)
-    assert rule.too_old(some, 3) == late
+    assert rule.find_too_old(some, 3) == late

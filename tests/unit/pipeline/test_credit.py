@@ -19,10 +19,10 @@ from small_loop import TEN_A_ROW, Bench, FakeMemory
 
 from ostinato.algo.algorithms import algorithm
 from ostinato.model.flops import Work
-from ostinato.pipeline.account import rollout_work
-from ostinato.pipeline.credit import Credit, assign
+from ostinato.pipeline.account import compute_rollout_work
+from ostinato.pipeline.credit import Credit, assign_credit
 from ostinato.pipeline.draft_metrics import CONTEXT, collect_answers, count_drafts
-from ostinato.rollout.health import sampled_tokens
+from ostinato.rollout.health import count_sampled_tokens
 from ostinato.types import Completion, Group, Prompt, Reward, Stop, Trajectory, Turn
 
 
@@ -38,7 +38,7 @@ def credit(
     **overrides: object,
 ) -> Credit:
     chosen = algorithm(name, **overrides)
-    return assign(groups, chosen, min_verdicts=2, answer_tokens=10, reward_weights=weights)
+    return assign_credit(groups, chosen, min_verdicts=2, answer_tokens=10, reward_weights=weights)
 
 
 def test_advantages_reach_the_tokens() -> None:
@@ -165,7 +165,7 @@ def test_tokens_are_conserved(outcomes: list, name: str, mask_truncated: bool) -
     groups = [group(*(member(*outcome) for outcome in members)) for members in outcomes]
     made = credit(groups, name, mask_truncated=mask_truncated)
     trained = sum(int(sample.loss_mask.sum()) for sample in made.samples)
-    sampled = sum(sampled_tokens(t) for g in groups for t in g.trajectories)
+    sampled = sum(count_sampled_tokens(t) for g in groups for t in g.trajectories)
     assert trained + made.wasted_tokens.total() == sampled
     assert all(np.isfinite(sample.advantages).all() for sample in made.samples)
     assert sum(weight.sum() for weight in made.weights) <= 1 + 1e-9
@@ -225,7 +225,7 @@ def row_by_row(group: Group) -> Work:
 @given(st.lists(GROUP, max_size=3))
 def test_nothing_is_run_twice(episodes: list[Any]) -> None:
     groups = [group_of(one) for one in episodes]
-    assert rollout_work(groups) == sum(map(row_by_row, groups), Work())
+    assert compute_rollout_work(groups) == sum(map(row_by_row, groups), Work())
 
 
 @given(GROUP, st.data())
@@ -246,7 +246,7 @@ def test_it_is_a_function_of_the_tokens(episodes: list[Any], data: st.DataObject
             replace(one, turns=tuple(map(otherwise, one.turns))) for one in group.trajectories
         ),
     )
-    assert rollout_work([again]) == rollout_work([group])
+    assert compute_rollout_work([again]) == compute_rollout_work([group])
 
 
 def test_drafts_move_no_evaluation(tmp_path: Path) -> None:

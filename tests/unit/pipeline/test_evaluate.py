@@ -19,12 +19,12 @@ from small_loop import Bench, IsRight, LoopState
 from ostinato.every import Axis, Every, spent_in_steps
 from ostinato.pipeline.evaluate import (
     Evaluation,
-    answer_error,
+    compute_answer_error,
+    compute_mean_and_error,
     digest_evaluation,
     digest_prompts,
     evaluate_groups,
     is_due,
-    mean_and_error,
 )
 from ostinato.pipeline.failed import RewardFails
 from ostinato.rollout.rollout import RolloutContext
@@ -140,7 +140,9 @@ def test_the_error_for_these_prompts_by_hand(answers: list[list[float]]) -> None
         mean = sum(values) / len(values)
         unbiased = sum((value - mean) ** 2 for value in values) / (len(values) - 1)
         variance += unbiased / len(values) / len(answers) ** 2
-    assert answer_error([np.array(values) for values in answers]) == pytest.approx(math.sqrt(variance))
+    assert compute_answer_error([np.array(values) for values in answers]) == pytest.approx(
+        math.sqrt(variance)
+    )
 
 
 @pytest.mark.parametrize(("shape", "seed"), [((0.5, 0.5), 1), ((2.0, 2.0), 2), ((8.0, 1.0), 3)])
@@ -151,8 +153,12 @@ def test_which_spread_the_two_errors_estimate(shape: tuple[float, float], seed: 
     rates = rng.beta(*shape, size=40)
     fixed = rng.random((2000, 40, 8)) < rates[:, None]
     fresh = rng.random((2000, 40, 8)) < rng.beta(*shape, size=(2000, 40, 1))
-    within = np.sqrt(np.mean([answer_error(list(answers.astype(float))) ** 2 for answers in fixed[::10]]))
-    over = np.sqrt(np.mean([mean_and_error(answers.mean(1).tolist())[1] ** 2 for answers in fresh[::10]]))
+    within = np.sqrt(
+        np.mean([compute_answer_error(list(answers.astype(float))) ** 2 for answers in fixed[::10]])
+    )
+    over = np.sqrt(
+        np.mean([compute_mean_and_error(answers.mean(1).tolist())[1] ** 2 for answers in fresh[::10]])
+    )
     assert within == pytest.approx(fixed.mean((1, 2)).std(), rel=0.05)
     assert over == pytest.approx(fresh.mean((1, 2)).std(), rel=0.05)
     assert within < 0.9 * over

@@ -22,9 +22,9 @@ from ostinato.pipeline.forgetting import (
     Row,
     State,
     compute_kept_share,
-    losses,
-    questions_for,
-    ratios,
+    compute_losses,
+    compute_ratios,
+    count_questions,
 )
 from ostinato.pipeline.state import Finish
 
@@ -57,8 +57,8 @@ def watch(bench: Bench, questions: int = 64, steps: int = 6, **options: float) -
 @given(st.lists(floats | st.just(-math.inf), min_size=1, max_size=40), st.floats(0, 0.9))
 def test_a_loss_is_a_fair_bet(gains: list[float], tolerance: float) -> None:
     """Within [-1, 1], and never more than the loss beyond the tolerance in its own unit."""
-    found = losses(gains, tolerance)
-    lost = 1 - ratios(gains)
+    found = compute_losses(gains, tolerance)
+    lost = 1 - compute_ratios(gains)
     assert (found >= -1 - 1e-12).all() and (found <= 1).all()
     assert found.mean() <= (lost.mean() - tolerance) / (UNIT * max(tolerance, 0.01)) + 1e-9
     mean, low, high = compute_kept_share([*gains, 0.0])
@@ -82,7 +82,7 @@ def test_false_alarms_are_rare(kind: str) -> None:
                 gains = np.where((rows[look % slices] + 0.003 * look) % 1 < tolerance, -math.inf, 0.0)
             else:  # all rows lose, by what they are like, and 5 % on average
                 gains = np.log1p(-2 * tolerance * ((rows[look % slices] + 0.1 * look) % 1))
-            state, alarmed = state.advance(losses(gains, tolerance), slices)
+            state, alarmed = state.advance(compute_losses(gains, tolerance), slices)
             alarms += alarmed
             if alarmed:
                 break
@@ -95,7 +95,7 @@ def test_a_pass_bets_on_every_row_once_and_the_passes_share_alpha() -> None:
         assert state.at == 0
         spent += state.bets.alpha
         for _ in range(4):
-            state, _ = state.advance(losses(np.zeros(SLICE), 0.05), 4)
+            state, _ = state.advance(compute_losses(np.zeros(SLICE), 0.05), 4)
     assert spent < ALPHA and state.passed == 200 and state.bets.at == 0
 
 
@@ -103,15 +103,15 @@ def test_a_pass_bets_on_every_row_once_and_the_passes_share_alpha() -> None:
 def test_a_state_survives_json(looks: list[list[float]]) -> None:
     state = again = State()
     for gains in looks:
-        state = state.advance(losses(gains, 0.05), 3)[0]
+        state = state.advance(compute_losses(gains, 0.05), 3)[0]
         again = State.of(json.loads(json.dumps(asdict(again))))
-        again = again.advance(losses(gains, 0.05), 3)[0]
+        again = again.advance(compute_losses(gains, 0.05), 3)[0]
         assert again == state
 
 
 def test_a_short_run_asks_nothing() -> None:
-    assert questions_for(100) == 0
-    assert questions_for(10**9) > questions_for(20_000) >= SLICE
+    assert count_questions(100) == 0
+    assert count_questions(10**9) > count_questions(20_000) >= SLICE
 
 
 # ---- in a run
@@ -179,11 +179,13 @@ def test_what_is_lost_is_named_and_may_end_the_run(tmp_path: Path) -> None:
 
 def test_what_is_not_finite_is_lost() -> None:
     row = Row(tokens=np.arange(5, dtype=np.int32), logprobs=np.zeros(2, np.float32), right=True)
-    assert row.gain(np.array([0.0, np.nan])) == row.gain(np.array([0.0, -np.inf])) == -math.inf
-    assert losses([-math.inf], 0.05)[0] == 1.0
+    assert (
+        row.compute_gain(np.array([0.0, np.nan])) == row.compute_gain(np.array([0.0, -np.inf])) == -math.inf
+    )
+    assert compute_losses([-math.inf], 0.05)[0] == 1.0
 
 
 def test_rows_that_nobody_judges_count_by_the_token() -> None:
     row = Row(tokens=np.arange(5, dtype=np.int32), logprobs=np.zeros(4, np.float32), right=None)
-    assert row.gain(np.full(4, -0.1)) == pytest.approx(-0.1)
-    assert replace(row, right=True).gain(np.full(4, -0.1)) == pytest.approx(-0.4)
+    assert row.compute_gain(np.full(4, -0.1)) == pytest.approx(-0.1)
+    assert replace(row, right=True).compute_gain(np.full(4, -0.1)) == pytest.approx(-0.4)

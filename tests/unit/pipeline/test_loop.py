@@ -30,9 +30,9 @@ from small_loop import (
 from ostinato.algo.algorithms import algorithm
 from ostinato.algo.routing import Cause, Diagnosis, Misaligned
 from ostinato.every import Every
-from ostinato.pipeline.account import tool_rates
+from ostinato.pipeline.account import compute_tool_rates
 from ostinato.pipeline.loop import Finish, LoopState
-from ostinato.pipeline.state import NoTrainableSamples, nothing_to_learn
+from ostinato.pipeline.state import NoTrainableSamples, make_untrainable_error
 from ostinato.types import Batch, Group, Request, Reward, StepReport
 
 SHIFTED = Diagnosis(cause=Cause.SHIFTED, fixed_overlap=1.0)
@@ -74,8 +74,8 @@ def test_every_sampled_token_is_trained_or_wasted_by_name(tmp_path: Path) -> Non
 def test_tool_rates_by_hand() -> None:
     """12 calls of 8 trajectories, of which one was no JSON and two raised; refused ones were not made."""
     counts = {"tools/calls": 12.0, "tools/unreadable": 1.0, "tools/raised": 2.0, "tools/refused": 3.0}
-    assert tool_rates(counts, 8.0) == {"tools/call_frequency": 1.5, "tools/failure_frequency": 0.25}
-    assert tool_rates({}, 8.0) == {}
+    assert compute_tool_rates(counts, 8.0) == {"tools/call_frequency": 1.5, "tools/failure_frequency": 0.25}
+    assert compute_tool_rates({}, 8.0) == {}
 
 
 def test_a_run_that_drafts_is_the_same_run_with_books_of_drafts(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_zero_variance_everywhere_is_reported_then_a_named_stop(tmp_path: Path) 
     with pytest.raises(NoTrainableSamples, match="3 steps in a row had nothing to learn from"):
         bench.run()
     unread = Counter({"tools/calls": 9, "tools/unreadable": 7})
-    named = str(nothing_to_learn(LoopState(empty_in_a_row=3), tmp_path, unread))
+    named = str(make_untrainable_error(LoopState(empty_in_a_row=3), tmp_path, unread))
     assert "7" in named and "tools/unreadable" in named and "9" not in named
     assert [row["frac_reward_zero_std"] for row in bench.rows] == [1.0] * 3
     assert bench.rows[0]["groups/dropped/zero_variance"] == 4

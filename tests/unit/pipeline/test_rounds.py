@@ -35,11 +35,11 @@ from ostinato.algo.pack import pack
 from ostinato.algo.routing import Cause, Diagnosis, Misaligned
 from ostinato.env.tasks import Rows
 from ostinato.observe.ledger import Ledger
-from ostinato.pipeline.buffer import find_solved, places
-from ostinato.pipeline.credit import assign
+from ostinato.pipeline.buffer import find_places, find_solved
+from ostinato.pipeline.credit import assign_credit
 from ostinato.pipeline.loop import Finish, LoopState
-from ostinato.pipeline.spool import Spool, address, newest_version
-from ostinato.rollout.rollout import RolloutContext, RolloutRequest, play
+from ostinato.pipeline.spool import Spool, find_newest_version, make_address
+from ostinato.rollout.rollout import RolloutContext, RolloutRequest, play_groups
 from ostinato.run import JsonlZst, RunFolder
 from ostinato.types import (
     NO_EXPERT,
@@ -123,8 +123,8 @@ def test_without_staleness_the_loop_is_what_it_was(tmp_path: Path) -> None:
             RolloutRequest(prompt=Stream().prompt(i), seed=(0, step, i), group_size=8, step=step)
             for i in range(4 * step - 4, 4 * step)
         ]
-        groups = [item.group for item in asyncio.run(play(stage, requests))]
-        credit = assign(groups, bench.loop.algorithm, min_verdicts=2, answer_tokens=2)
+        groups = [item.group for item in asyncio.run(play_groups(stage, requests))]
+        credit = assign_credit(groups, bench.loop.algorithm, min_verdicts=2, answer_tokens=2)
         if credit.samples:
             trainer.step(pack(credit.samples, credit.weights, tokens_per_microbatch=64, version=step - 1))
     assert trainer.logits.tobytes() == bench.trainer.logits.tobytes()
@@ -264,7 +264,7 @@ gone = st.lists(st.sampled_from(NAMES), unique=True, max_size=PROMPTS)
 
 @given(seed=st.integers(0, 9), cursor=st.integers(0, 30), count=st.integers(1, 6), retired=gone)
 def test_places_against_the_slow_twin(seed: int, cursor: int, count: int, retired: list[str]) -> None:
-    assert places(rows(seed), cursor, count, retired) == places_slow(rows(seed), cursor, count, retired)
+    assert find_places(rows(seed), cursor, count, retired) == places_slow(rows(seed), cursor, count, retired)
 
 
 @given(seed=st.integers(0, 9), count=st.integers(1, 5), leaving=st.lists(gone, max_size=6))
@@ -274,7 +274,7 @@ def test_who_left_never_comes_again_and_the_others_keep_their_order(
     """Steps of ``count`` prompts, after each of which some leave; all that is carried is cursor and names."""
     tasks, cursor, retired, walked = rows(seed), 0, [], []
     for names in leaving:
-        step = places(tasks, cursor, count, retired)
+        step = find_places(tasks, cursor, count, retired)
         if not step:
             break
         assert len(step) == count and not {tasks.prompt(index).uid for index in step} & set(retired)
@@ -295,8 +295,8 @@ def test_nobody_left_is_an_empty_step() -> None:
         if (first := rows(seed).prompt(0).uid) == rows(seed).prompt(2 * PROMPTS - 1).uid
     )
     others = [name for name in NAMES if name != late]
-    assert places(rows(seed), 1, 1, others) == [2 * PROMPTS - 1]
-    assert places(rows(seed), 3, 2, NAMES) == []
+    assert find_places(rows(seed), 1, 1, others) == [2 * PROMPTS - 1]
+    assert find_places(rows(seed), 3, 2, NAMES) == []
 
 
 def group(uid: str, rewards: Sequence[float | None]) -> Group:
@@ -432,7 +432,7 @@ def test_a_group_that_a_later_policy_went_on_with_is_not_given_back(tmp_path: Pa
     that are younger than its trainer, of a policy that it may never have."""
     path = tmp_path / "inflight.jsonl.zst"
     played = spooled(np.random.default_rng(3), 1, 1.0, True)
-    newest = newest_version(played)
+    newest = find_newest_version(played)
     assert newest == max(turn.completion.versions.max() for turn in played.trajectories[0].turns) > 0
     a_spool(path).put("here", played)
     assert a_spool(path).take("here", ask(), 0.0, newest - 1) is None
@@ -441,7 +441,7 @@ def test_a_group_that_a_later_policy_went_on_with_is_not_given_back(tmp_path: Pa
 
 def test_a_group_is_kept_for_as_long_as_a_step_may_train_on_it(tmp_path: Path) -> None:
     path = tmp_path / "inflight.jsonl.zst"
-    a_spool(path).put("here", spooled(np.random.default_rng(0), 1, 1.0, False), until=4)
+    a_spool(path).put("here", spooled(np.random.default_rng(0), 1, 1.0, False), last_step=4)
     for step, there in ((3, True), (4, False)):
         spool = Spool(path, Ledger(folder=RunFolder(tmp_path)), step=step)
         assert (spool.take("here", ask(), 0.0) is not None) is there
@@ -471,15 +471,15 @@ def test_the_address_names_everything_that_a_group_depends_on() -> None:
     stage = RolloutContext(
         engine=unused, env=unused, grader=unused, sampling=sampling, context_limit=64, identity="bf16"
     )
-    base = address(ask(), stage, 0)
+    base = make_address(ask(), stage, 0)
     others = [
-        address(replace(ask(), seed=(1, 1, 5)), stage, 0),
-        address(replace(ask(), group_size=3), stage, 0),
-        address(replace(ask(), prompt=Prompt(uid="q", text="q")), stage, 0),
-        address(ask(), replace(stage, sampling=replace(sampling, temperature=0.5)), 0),
-        address(ask(), replace(stage, sampling=replace(sampling, stop_tokens=(1,))), 0),
-        address(ask(), replace(stage, context_limit=65), 0),
-        address(ask(), replace(stage, identity="int8"), 0),
-        address(ask(), stage, 1),
+        make_address(replace(ask(), seed=(1, 1, 5)), stage, 0),
+        make_address(replace(ask(), group_size=3), stage, 0),
+        make_address(replace(ask(), prompt=Prompt(uid="q", text="q")), stage, 0),
+        make_address(ask(), replace(stage, sampling=replace(sampling, temperature=0.5)), 0),
+        make_address(ask(), replace(stage, sampling=replace(sampling, stop_tokens=(1,))), 0),
+        make_address(ask(), replace(stage, context_limit=65), 0),
+        make_address(ask(), replace(stage, identity="int8"), 0),
+        make_address(ask(), stage, 1),
     ]
     assert len({base, *others}) == len(others) + 1

@@ -19,7 +19,7 @@ from nouns import completion, episode, group_of
 
 from ostinato.algo.algorithms import algorithm, policy_loss
 from ostinato.algo.pack import pack
-from ostinato.pipeline.credit import assign
+from ostinato.pipeline.credit import assign_credit
 from ostinato.types import Group
 
 UNIFORM = math.log(1 / 4)
@@ -76,7 +76,7 @@ def ours(
     """The gradient of J, four numbers."""
     chosen = algorithm(name, **choices)
     groups = [group(f"p{n}", answers, logits) for n, answers in enumerate(prompts)]
-    credit = assign(groups, chosen, min_verdicts=2, answer_tokens=8)
+    credit = assign_credit(groups, chosen, min_verdicts=2, answer_tokens=8)
     batch = pack(credit.samples, credit.weights, tokens_per_microbatch=8)
     policy = torch.tensor(logits, dtype=torch.float64, requires_grad=True)
     for part in batch.microbatches:

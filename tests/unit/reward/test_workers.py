@@ -16,7 +16,7 @@ from nouns import completion
 
 from ostinato.reward.worker import Fault, TrainerState, describe, judge
 from ostinato.reward.workers import WorkerGrader
-from ostinato.rollout.health import health
+from ostinato.rollout.health import compute_health
 from ostinato.types import Group, Prompt, Stop, Trajectory, Turn
 
 REWARDS = '''
@@ -444,7 +444,7 @@ def test_what_a_reward_logs_as_in_trl_comes_back_with_the_verdicts(file: str) ->
     assert first.value == second.value == 5.0
     assert first.metrics["words"] == second.metrics["words"] == 3.0 and math.isnan(first.metrics["odd"])
     assert (first.extra, second.extra) == ({"first": "a"}, {"first": "c"})
-    figures = health([replace(group("a"), trajectories=(replace(trajectory("a"), reward=first),))])
+    figures = compute_health([replace(group("a"), trajectories=(replace(trajectory("a"), reward=first),))])
     assert figures["logged/words"] == 3.0
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ostinato.rollout.convert import samples
+from ostinato.rollout.convert import make_samples
 from ostinato.types import NO_EXPERT, Completion, Group, Prompt, Stop, Support, Trajectory, Turn
 
 TURNS = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 5)), min_size=1, max_size=4)
@@ -49,7 +49,7 @@ def group(*trajectories: Trajectory) -> Group:
 
 def test_the_worked_example() -> None:
     """Prompt P P, answer A A, tool reply R, answer B: the table in the docstring of Sample."""
-    (sample,) = samples(group(trajectory([(2, 2), (1, 1)])), 7, np.array([0.5]))
+    (sample,) = make_samples(group(trajectory([(2, 2), (1, 1)])), 7, np.array([0.5]))
     assert sample.tokens.tolist() == [0, 1, 2, 3, 4, 5]
     assert sample.loss_mask.tolist() == [False, False, True, True, False, True]
     assert sample.advantages.tolist() == [0, 0, 0.5, 0.5, 0, 0.5]
@@ -62,7 +62,7 @@ def test_the_worked_example() -> None:
 @given(lengths=TURNS, advantage=st.floats(-3, 3, width=32))
 def test_token_identity_masks_and_alignment(lengths: list[tuple[int, int]], advantage: float) -> None:
     played = trajectory(lengths)
-    (sample,) = samples(group(played), 0, np.array([advantage]))
+    (sample,) = make_samples(group(played), 0, np.array([advantage]))
     done_ = np.concatenate([turn.completion.tokens for turn in played.turns])
     heard = np.concatenate([turn.context for turn in played.turns])
     assert len(sample.tokens) == len(done_) + len(heard)
@@ -84,7 +84,7 @@ def test_the_route_that_a_token_was_sampled_through_wins() -> None:
     second = played.turns[1].completion
     assert second.prompt_experts is not None
     second.prompt_experts[:] = 77
-    (sample,) = samples(group(played), 0, np.array([1.0]))
+    (sample,) = make_samples(group(played), 0, np.array([1.0]))
     assert sample.experts is not None
     assert sample.experts[:, 0, 0].tolist() == [0, 1, 77, 77, NO_EXPERT]
 
@@ -103,40 +103,42 @@ def test_turns_may_hand_out_only_the_routes_that_are_new(
         known = len(prompt) + len(turn.completion.tokens)
         turns.append(replace(turn, completion=replace(turn.completion, prompt_experts=prompt[start:])))
     (full,), (part,) = (
-        samples(group(one), 0, np.ones(1)) for one in (played, replace(played, turns=tuple(turns)))
+        make_samples(group(one), 0, np.ones(1)) for one in (played, replace(played, turns=tuple(turns)))
     )
     np.testing.assert_array_equal(part.experts, full.experts)  # type: ignore[arg-type]
 
 
 def test_a_part_without_routes_means_no_routes() -> None:
-    assert samples(group(trajectory([(2, 2)], routed=False)), 0, np.array([1.0]))[0].experts is None
+    assert make_samples(group(trajectory([(2, 2)], routed=False)), 0, np.array([1.0]))[0].experts is None
     played = trajectory([(2, 2), (1, 1)])
     hole = played.turns[0].completion
     assert hole.experts is not None
     mixed = Trajectory(
         turns=(played.turns[0], trajectory([(2, 2), (1, 1)], routed=False).turns[1]), stop=Stop.EOS, seed=(0,)
     )
-    assert samples(group(mixed), 0, np.array([1.0]))[0].experts is None
+    assert make_samples(group(mixed), 0, np.array([1.0]))[0].experts is None
     hole.experts[0] = NO_EXPERT
     assert played.turns[1].completion.prompt_experts is not None
     played.turns[1].completion.prompt_experts[2] = NO_EXPERT
-    assert samples(group(played), 0, np.array([1.0]))[0].experts is None
+    assert make_samples(group(played), 0, np.array([1.0]))[0].experts is None
     first, second = trajectory([(2, 2), (1, 1)]).turns
     assert second.completion.prompt_experts is not None
     late = replace(second.completion, prompt_experts=second.completion.prompt_experts[4:])
     gap = Trajectory(turns=(first, replace(second, completion=late)), stop=Stop.EOS, seed=(0,))
-    assert samples(group(gap), 0, np.array([1.0]))[0].experts is None  # no record has the answer's last token
+    assert (
+        make_samples(group(gap), 0, np.array([1.0]))[0].experts is None
+    )  # no record has the answer's last token
 
 
 def test_supports_are_merged_over_turns_and_context_is_free() -> None:
     """P P A A R B, the first answer drawn from recorded ids, the second from the whole vocabulary."""
     played = trajectory([(2, 2), (1, 1)])
-    assert samples(group(played), 0, np.array([1.0]))[0].support is None
+    assert make_samples(group(played), 0, np.array([1.0]))[0].support is None
     first, second = played.turns
     kept = Support.of([np.array(ids, np.int32) for ids in ([1, 2], [0, 3, 9])])
     drawn = Turn(context=first.context, completion=replace(first.completion, support=kept))
     mixed = Trajectory(turns=(drawn, second), stop=Stop.EOS, seed=(0,))
-    (sample,) = samples(group(mixed), 0, np.array([1.0]))
+    (sample,) = make_samples(group(mixed), 0, np.array([1.0]))
     assert sample.support is not None
     assert sample.support.counts.tolist() == [0, 0, 2, 3, 0, 0]
     assert sample.support.ids.tolist() == [1, 2, 0, 3, 9]
@@ -144,6 +146,6 @@ def test_supports_are_merged_over_turns_and_context_is_free() -> None:
 
 def test_wrong_lengths_are_refused() -> None:
     with pytest.raises(ValueError, match="longer"):
-        samples(group(trajectory([(1, 1)])), 0, np.zeros(2))
+        make_samples(group(trajectory([(1, 1)])), 0, np.zeros(2))
     with pytest.raises(ValueError, match="no turns"):
-        samples(group(Trajectory(turns=(), stop=Stop.ERROR, seed=())), 0, np.zeros(1))
+        make_samples(group(Trajectory(turns=(), stop=Stop.ERROR, seed=())), 0, np.zeros(1))

@@ -12,7 +12,12 @@ from hypothesis import strategies as st
 from nouns import completion, episode
 from nouns import group_of as group
 
-from ostinato.rollout.health import health, pass_at_k, prefilled_tokens, task_figures
+from ostinato.rollout.health import (
+    compute_health,
+    compute_pass_at_k,
+    compute_task_metrics,
+    count_prefilled_tokens,
+)
 from ostinato.types import Reward, Stop, Trajectory
 
 
@@ -25,11 +30,11 @@ def member(
 
 def test_tasks_of_a_mixture_by_hand() -> None:
     groups = [group(member(1), member(0)), group(member(1), member(1)), group(member(0), member(0))]
-    assert not task_figures(groups, 1.0)
+    assert not compute_task_metrics(groups, 1.0)
     mixed = [
         replace(one, prompt=replace(one.prompt, task=task)) for one, task in zip(groups, "aab", strict=True)
     ]
-    assert task_figures(mixed, 1.0) == {
+    assert compute_task_metrics(mixed, 1.0) == {
         "tasks/a/share": pytest.approx(2 / 3),
         "tasks/a/reward": 0.75,
         "tasks/a/pass@1": 0.75,
@@ -42,7 +47,7 @@ def test_tasks_of_a_mixture_by_hand() -> None:
 
 
 def test_by_hand() -> None:
-    figures = health(
+    figures = compute_health(
         [
             group(member(1, 2), member(0, 4), member(0, 6, Stop.LENGTH), member(0, 4)),
             group(*[member(1, 3)] * 4),
@@ -75,7 +80,7 @@ def test_by_hand() -> None:
 
 
 def test_nothing_played_is_nan_and_not_zero() -> None:
-    figures = health([])
+    figures = compute_health([])
     for name in (
         "reward",
         "reward_std",
@@ -92,7 +97,7 @@ def test_nothing_played_is_nan_and_not_zero() -> None:
 def test_prefill_counts_what_the_cache_did_not_hold() -> None:
     """Turn 0: 3 of prompt, 1 cached. Turn 1: history 3 + 2 + 3 = 8, of which 1 is recorded as cached."""
     twice = Trajectory(turns=member(1).turns * 2, stop=Stop.EOS, seed=(0,))
-    assert prefilled_tokens(twice) == 2 + 7
+    assert count_prefilled_tokens(twice) == 2 + 7
 
 
 @settings(max_examples=50, deadline=None)
@@ -101,4 +106,4 @@ def test_pass_at_k_is_the_mean_over_all_subsets(n: int, data: st.DataObject) -> 
     c, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))
     outcomes = [1] * c + [0] * (n - c)
     subsets = list(itertools.combinations(outcomes, k))
-    assert pass_at_k(n, c, k) == pytest.approx(sum(map(max, subsets)) / len(subsets))
+    assert compute_pass_at_k(n, c, k) == pytest.approx(sum(map(max, subsets)) / len(subsets))

@@ -16,8 +16,13 @@ from reference.fake_engine import FakeEngine, draw, scripted
 from ostinato.algo.noise import key, uniform
 from ostinato.algo.pack import Aggregation, aggregation_weights, pack
 from ostinato.pipeline.draft_metrics import collect_answers, count_drafts
-from ostinato.rollout.convert import samples
-from ostinato.rollout.health import health, injected_tokens, prefilled_tokens, sampled_tokens
+from ostinato.rollout.convert import make_samples
+from ostinato.rollout.health import (
+    compute_health,
+    count_injected_tokens,
+    count_prefilled_tokens,
+    count_sampled_tokens,
+)
 from ostinato.rollout.interrupt import Interruption
 from ostinato.rollout.rollout import RolloutContext, play_episode
 from ostinato.types import Completion, Group, Prompt, Request, Reward, Sampling, Stop, Trajectory
@@ -136,7 +141,7 @@ def by_hand(
                 return Stop.STRING, text[: min(cuts)]
         return Stop.LENGTH, WORDS.decode(sampled[since:])
 
-    stop, text = go_on(rule.budget(seed, len(context)), 0)
+    stop, text = go_on(rule.draw_budget(seed, len(context)), 0)
     if stop is Stop.LENGTH:
         before = ""
         if not (rule.think_end and rule.think_end in text):
@@ -207,9 +212,9 @@ def test_budgets_are_addressed_and_within_their_range(
     shortest: int, more: int, seed: int, place: int
 ) -> None:
     rule = interruption(shortest, shortest + more)
-    budget = rule.budget((seed, 1, 2, 3), place)
+    budget = rule.draw_budget((seed, 1, 2, 3), place)
     assert shortest <= budget <= shortest + more
-    assert budget == rule.budget((seed, 1, 2, 3), place)
+    assert budget == rule.draw_budget((seed, 1, 2, 3), place)
 
 
 def interrupted_twice(engine: FakeEngine | None = None) -> tuple[Trajectory, Talk]:
@@ -228,13 +233,13 @@ def test_every_turn_of_an_agent_is_interrupted_and_the_environment_hears_the_who
         "eeefgbh",
     ]
     assert played.stop is Stop.EOS
-    assert sampled_tokens(played) == 11 and injected_tokens(played) == 4
+    assert count_sampled_tokens(played) == 11 and count_injected_tokens(played) == 4
 
 
 def test_nothing_that_was_put_in_is_learned_from_on_any_turn() -> None:
     """The one law of masks, up to the rows of the loss; routes of both requests are all there."""
     played, _ = interrupted_twice()
-    (sample,) = samples(group_of(played), 0, np.array([0.5]))
+    (sample,) = make_samples(group_of(played), 0, np.array([0.5]))
     #                             a b c|d d d f g a a h|b b|e e e f g b h
     learned = np.array([c == "1" for c in "00011100111001110011"])
     assert sample.loss_mask.tolist() == learned.tolist()
@@ -247,7 +252,7 @@ def test_nothing_that_was_put_in_is_learned_from_on_any_turn() -> None:
     np.testing.assert_array_equal(sample.experts[:-1], whole[:-1])
     weights = aggregation_weights([sample], Aggregation.TOKEN)
     batch = pack([sample], weights, tokens_per_microbatch=64)
-    assert batch.num_tokens == sampled_tokens(played) == 11
+    assert batch.num_tokens == count_sampled_tokens(played) == 11
     (part,) = batch.microbatches
     assert WORDS.decode(part.targets, skip_special=False) == "dddaaheeebh"
     assert (part.staleness == 0).all() and part.weights.sum() == pytest.approx(1)
@@ -258,7 +263,7 @@ def test_the_phrase_runs_as_a_prompt_and_is_counted_there() -> None:
     played, _ = interrupted_twice()
     first, second = played.turns
     thought, again = 3, 3 + 3 - 1 + 2  # prompt | prompt and thought without its last token, and the phrase
-    assert prefilled_tokens(replace(played, turns=(first,))) == thought + again
+    assert count_prefilled_tokens(replace(played, turns=(first,))) == thought + again
     assert second.completion.cached_tokens == -(3 + 8 + 2 + 3 - 1)
 
 
@@ -289,7 +294,7 @@ def test_a_fault_behind_the_phrase_is_the_episodes() -> None:
 
     broken = episode(stage(Breaks(scripted(lambda request: [3] * 9, 8), decode=WORDS.decode, moe=(2, 1))))
     assert (broken.stop, broken.error) == (Stop.ERROR, "engine: no power")
-    assert sampled_tokens(broken) >= 3  # what was sampled is kept: it was paid for
+    assert count_sampled_tokens(broken) >= 3  # what was sampled is kept: it was paid for
 
 
 def test_a_phrase_is_no_past_of_anybody() -> None:
@@ -319,11 +324,11 @@ def test_health_says_how_many_were_told_and_what_came_of_it() -> None:
     reported, _ = interrupted_twice()
     ended = episode(stage(says("dh"), interruption=interruption(3, 3)))
     cut = episode(stage(says("ddd", "aa"), interruption=interruption(3, 3, 2)))
-    row = health([group_of(reported, ended, cut)])
+    row = compute_health([group_of(reported, ended, cut)])
     assert row["interrupt/rate"] == 3 / 4  # of four answers
     assert row["interrupt/answered"] == pytest.approx(2 / 3)
     assert row["interrupt/answer_length"] == pytest.approx((3 + 2 + 2) / 3)
     assert (row["tokens/injected"], row["tokens/sampled"]) == (6, 11 + 2 + 5)
     assert row["completions/clipped_ratio"] == pytest.approx(1 / 3)
-    calm = health([group_of(ended)])
+    calm = compute_health([group_of(ended)])
     assert (calm["interrupt/rate"], calm["tokens/injected"]) == (0, 0) and "interrupt/answered" not in calm

@@ -14,12 +14,12 @@ from ostinato.rollout.rollout import (
     Drop,
     RolloutContext,
     RolloutRequest,
-    drop_reason,
-    fault_name,
-    play,
+    find_drop_reason,
+    list_verdicts,
+    parse_fault_name,
     play_episode,
+    play_groups,
     rollout_group,
-    verdicts,
 )
 from ostinato.types import Completion, Group, Prompt, Request, Reward, Sampling, Stop
 
@@ -95,8 +95,8 @@ def test_siblings_ask_in_one_call_and_keep_their_order() -> None:
     assert [request.seed for request in engine.calls[0]] == [(0, 1, 0, 0), (0, 1, 0, 1), (0, 1, 0, 2)]
     assert {request.uid for request in engine.calls[0]} == {PROMPT.uid}  # whose history may be drafted from
     assert [trajectory.seed[-1] for trajectory in group.trajectories] == [0, 1, 2]
-    assert verdicts(group).tolist() == [4, 2, 3]
-    assert group.step == 1 and drop_reason(group, 2) is None
+    assert list_verdicts(group).tolist() == [4, 2, 3]
+    assert group.step == 1 and find_drop_reason(group, 2) is None
 
 
 def test_a_turn_knows_whether_its_answer_ends_inside_a_thought() -> None:
@@ -145,8 +145,8 @@ def test_a_broken_episode_is_excluded_by_name_and_its_siblings_are_graded() -> N
     broken = group.trajectories[1]
     assert (broken.stop, broken.error, broken.reward) == (Stop.ERROR, "env: RuntimeError: tool on fire", None)
     assert len(broken.turns) == 1  # what was sampled is kept: it was paid for
-    np.testing.assert_array_equal(verdicts(group), [2, np.nan, 3])
-    assert drop_reason(group, 2) is None and drop_reason(group, 3) is Drop.TOO_FEW_EPISODES
+    np.testing.assert_array_equal(list_verdicts(group), [2, np.nan, 3])
+    assert find_drop_reason(group, 2) is None and find_drop_reason(group, 3) is Drop.TOO_FEW_EPISODES
 
 
 class Scored(Talk):
@@ -163,7 +163,7 @@ def test_an_environments_own_reward_travels_and_every_episode_is_closed() -> Non
     broken = lambda prompt: Scored([5, 6], [RuntimeError("broken")])  # noqa: E731
     group = play_one(stage(answers(2, 3), broken), 2)
     assert [t.env_reward for t in group.trajectories] == [2.5, 2.5] and Scored.closed == 2
-    assert all(fault_name(t.error) == "env" for t in group.trajectories)
+    assert all(parse_fault_name(t.error) == "env" for t in group.trajectories)
 
 
 def test_an_env_that_cannot_start_is_an_error_of_the_episode() -> None:
@@ -173,15 +173,15 @@ def test_an_env_that_cannot_start_is_an_error_of_the_episode() -> None:
     engine = answers(2)
     group = play_one(stage(engine, env), 2)
     assert engine.calls == []
-    assert {fault_name(t.error) for t in group.trajectories} == {"env"}
-    assert drop_reason(group, 2) is Drop.TOO_FEW_EPISODES
+    assert {parse_fault_name(t.error) for t in group.trajectories} == {"env"}
+    assert find_drop_reason(group, 2) is Drop.TOO_FEW_EPISODES
 
 
 def test_a_prompt_beyond_the_context_is_named_and_never_asked() -> None:
     engine = answers(2, 2)
     group = play_one(stage(engine, lambda prompt: Talk(range(8)), context_limit=8), 2)
     assert engine.calls == []
-    assert drop_reason(group, 2) is Drop.PROMPT_TOO_LONG
+    assert find_drop_reason(group, 2) is Drop.PROMPT_TOO_LONG
     assert group.trajectories[0].error.startswith("prompt_too_long: 8 tokens leave no room")
 
 
@@ -214,8 +214,8 @@ def test_a_fault_of_the_grader_is_no_verdict_and_never_a_zero(grader: Rewards, f
     group = play_one(stage(answers(2, 2), grader=grader), 2)
     rewards = [trajectory.reward for trajectory in group.trajectories]
     assert all(reward is not None and reward.value is None for reward in rewards)
-    assert {fault_name(reward.reason) for reward in rewards if reward} == {fault}
-    assert drop_reason(group, 1) is Drop.TOO_FEW_VERDICTS
+    assert {parse_fault_name(reward.reason) for reward in rewards if reward} == {fault}
+    assert find_drop_reason(group, 1) is Drop.TOO_FEW_VERDICTS
 
 
 def test_groups_come_back_in_order_and_are_announced_as_they_finish() -> None:
@@ -228,7 +228,7 @@ def test_groups_come_back_in_order_and_are_announced_as_they_finish() -> None:
 
     seen: list[int] = []
     played = asyncio.run(
-        play(
+        play_groups(
             stage(answers(2, 2), grader=SlowFirst()),
             [ask(2, i) for i in range(3)],
             lambda i, p: seen.append(i),
@@ -251,7 +251,7 @@ def test_an_engine_that_breaks_ends_the_call_and_leaves_nothing_running() -> Non
 
     async def attempt() -> set[Any]:
         with pytest.raises(RuntimeError, match="lost the device"):
-            await play(stage(Dies()), [ask(2, i) for i in range(3)])
+            await play_groups(stage(Dies()), [ask(2, i) for i in range(3)])
         return asyncio.all_tasks() - {asyncio.current_task()}
 
     assert asyncio.run(attempt()) == set()

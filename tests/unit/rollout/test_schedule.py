@@ -15,7 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ostinato.protocols import Job, Worker
-from ostinato.rollout.schedule import Policy, find_placement, lanes, remaining, tiers
+from ostinato.rollout.schedule import (
+    Policy,
+    assign_lanes,
+    count_tier_workers,
+    find_placement,
+    predict_remaining,
+)
 
 LENGTHS = st.one_of(st.floats(1, 5000), st.just(math.inf))
 
@@ -153,7 +159,7 @@ def test_tiers_meet_linear_targets_as_well_as_any_division_of_the_workers(
     def missed(counts: Sequence[int]) -> float:
         return max(seconds(i, count) / shares[i] for i, count in enumerate(counts))
 
-    counts = tiers(tokens, longest, [16] * len(means), slots, workers, affine)
+    counts = count_tier_workers(tokens, longest, [16] * len(means), slots, workers, affine)
     assert min(counts) >= 1
     assert sum(counts) == workers
     assert missed(counts) <= 1.01 * min(map(missed, compositions(workers, len(means))))
@@ -190,14 +196,16 @@ def test_tiers_divide_the_workers_whatever_passes_cost(
     longest = [float(10 * (i + 1)) for i in range(len(answers))]
     tokens = [n * most / 2 for n, most in zip(answers, longest, strict=True)]
     workers = len(answers) + spare
-    counts = tiers(tokens, longest, answers, 16, workers, lambda batch, attended: costs[batch - 1])
+    counts = count_tier_workers(
+        tokens, longest, answers, 16, workers, lambda batch, attended: costs[batch - 1]
+    )
     assert min(counts) >= 1
     assert sum(counts) == workers
 
 
 def test_more_ranking_groups_than_workers_are_refused() -> None:
     with pytest.raises(ValueError, match="3 ranking groups for 2 workers"):
-        tiers([1.0] * 3, [1.0] * 3, [1] * 3, 4, 2, affine)
+        count_tier_workers([1.0] * 3, [1.0] * 3, [1] * 3, 4, 2, affine)
 
 
 @settings(max_examples=40, deadline=None)
@@ -211,7 +219,9 @@ def test_forth_and_back_leave_no_bubble_where_times_are_linear(
     chance.shuffle(times)
     ends = [0.0] * ranks
     for now in (step, step + 1):
-        places = lanes(np.array(times), 1.0, [1] * ranks, lambda batch, attended: 1.0, now, ranks=ranks)
+        places = assign_lanes(
+            np.array(times), 1.0, [1] * ranks, lambda batch, attended: 1.0, now, ranks=ranks
+        )
         assert sorted(places) == list(range(ranks))
         for group, worker in enumerate(places):
             ends[worker] += times[group]
@@ -220,5 +230,5 @@ def test_forth_and_back_leave_no_bubble_where_times_are_linear(
 
 def test_what_is_not_known_is_taken_to_be_as_the_rest() -> None:
     jobs = [Job(id=0, step=1, place=0, predicted=100.0, generated=40), Job(id=1, step=1, place=1)]
-    assert remaining(jobs).tolist() == [60.0, 60.0]
-    assert remaining(jobs[1:]).tolist() == [1.0]
+    assert predict_remaining(jobs).tolist() == [60.0, 60.0]
+    assert predict_remaining(jobs[1:]).tolist() == [1.0]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ostinato.apps.scaling.gain import Outcomes, compute_to, front, gains, headroom, logit_gain, ratio
-from ostinato.rollout.health import pass_at_k
+from ostinato.rollout.health import compute_pass_at_k
 
 share = st.floats(0.0, 1.0)
 P, S, K, EXPERIMENTS, DRAWS = 80, 3, 4, 240, 400
@@ -111,4 +111,4 @@ def test_the_front_is_what_nobody_beats(points: list[tuple[int, int]]) -> None:
 
 
 def test_pass_at_k_is_the_known_one() -> None:
-    assert pass_at_k(4, 1, 2) == pytest.approx(0.5)
+    assert compute_pass_at_k(4, 1, 2) == pytest.approx(0.5)

@@ -21,7 +21,7 @@ from ostinato.apps.scaling.arms.kept import backwards, is_ended, slug
 from ostinato.config import Recipe, check_files, dump_toml
 from ostinato.every import Every
 from ostinato.lock import Locked, hold_lock
-from ostinato.pipeline.signals import ending
+from ostinato.pipeline.signals import raise_at_sigterm
 from ostinato.run import RunFolder
 
 LOG = "train.log"  # output of a child, in its run folder
@@ -206,7 +206,7 @@ def run(
     states = {job.folder: _read_state(job) for job in jobs}
     waiting_jobs = [job for job in jobs if states[job.folder].what != "done"]
     children: list[_Child] = []
-    with ending():
+    with raise_at_sigterm():
         try:
             while waiting_jobs or children:
                 while waiting_jobs and len(children) < workers:
