@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, Any]
 
+_OPENINGS = tuple(opening for opening, _ in THOUGHTS)
 _LONGEST_OPENING = 16  # tokens of an opening of THOUGHTS, and blanks behind it
 # Stands for an answer while a template is rendered; no template treats it specially and no message holds it.
 _ANSWER = f"\u2402{secrets.token_hex(8)}\u2403"
@@ -65,9 +66,8 @@ class Renderer:
         self.folder, self.tokenizer = folder, _load_tokenizer(folder)
         self._now = now or datetime.now()
         self._config = _read_json(folder / "tokenizer_config.json")
-        self._special_names = _merge_special_names(
-            self._config, _read_json(folder / "special_tokens_map.json")
-        )
+        special_map = _read_json(folder / "special_tokens_map.json")
+        self._special_names = _merge_special_names(self._config, special_map)
         self._template_text = _read_template_text(folder, self._config)
         self._end_tokens = frozenset(_read_end_tokens(folder))
         self._template_kwargs = template_kwargs
@@ -98,13 +98,12 @@ class Renderer:
         ValueError for a text that is no Unicode."""
         return self._encode(text, add_special=False)
 
-    def check_fits(self, text: str, max_tokens: int) -> None:
-        """Raise TooLong if the text has over ``max_tokens`` tokens even if all are as long as the longest.
+    def check_fits(self, text: str, limit: int) -> None:
+        """Raise TooLong if the text has over ``limit`` tokens even if all are as long as the longest.
         Unlike encoding, this is fast for megabytes."""
-        if (min_tokens := -(-len(text) // self._longest_token)) > max_tokens:
+        if (least := -(-len(text) // self._longest_token)) > limit:
             raise TooLong(
-                f"the prompt has {len(text)} characters, at least {min_tokens} tokens, and {max_tokens} fit; "
-                "shorten it"
+                f"the prompt has {len(text)} characters, at least {least} tokens, and {limit} fit; shorten it"
             )
 
     @cached_property
@@ -120,10 +119,8 @@ class Renderer:
         return self.tokenizer.decode([int(token) for token in tokens], skip_special_tokens=skip_special)
 
     def prompt(self, prompt: Prompt) -> np.ndarray:
-        """The context [P] int32 of turn 0, with what the tokenizer puts before plain text (a bos token). A
-        chat that ends with the assistant's words is continued: they are the beginning of the answer. The last
-        prompt is kept, since siblings have the same. Raises ValueError for a name that the template does not
-        read."""
+        """The context [P] int32 of turn 0, with a bos token before plain text if the tokenizer puts one; a
+        chat that ends with the assistant's words is continued. ValueError for an unread template name."""
         text = (prompt.text, prompt.messages, prompt.tools, prompt.template_kwargs)
         cached = self._last_prompt  # read once: another thread may replace it
         if cached is None or cached[0] != text:
@@ -158,9 +155,8 @@ class Renderer:
         continue_final: bool = False,
         max_tokens: int | None = None,
     ) -> np.ndarray:
-        """Tokens [P] int32 of the chat as the template writes it. Raises ValueError without a template and as
-        ``marked_text`` does, and TooLong, before encoding, if the text cannot fit in ``max_tokens``
-        tokens."""
+        """Tokens [P] int32 of the chat as the template writes it. Raises ValueError as ``marked_text`` does,
+        and TooLong, before encoding, if the text cannot fit in ``max_tokens`` tokens."""
         text = self.marked_text(messages, add_generation_prompt, tools, template_kwargs, continue_final)
         if max_tokens is not None:
             self.check_fits(text, max_tokens)
@@ -291,14 +287,12 @@ class Renderer:
         for a server. Raises ValueError where the template refuses the chat."""
         if not messages or messages[-1]["role"] != "assistant":
             raise ValueError("messages do not end with an assistant's answer; after_turn follows one")
-        *earlier_messages, last_answer = messages
+        *earlier, last_answer = messages
         answer_text, is_prefilled = str(last_answer.get("content") or ""), prefill is not None
         options = {"tools": tools, "template_kwargs": template_kwargs}
-        prompt = (
-            [*earlier_messages, {**last_answer, "content": prefill}] if is_prefilled else earlier_messages
-        )
+        prompt = [*earlier, {**last_answer, "content": prefill}] if is_prefilled else earlier
         text_before = self.marked_text(prompt, not is_prefilled, continue_final=is_prefilled, **options)
-        chat = [*earlier_messages, {**last_answer, "content": f"{answer_text}{_ANSWER}"}, *new_messages]
+        chat = [*earlier, {**last_answer, "content": f"{answer_text}{_ANSWER}"}, *new_messages]
         head, marker, tail = self.marked_text(chat, **options).rpartition(_ANSWER)
         expected = f"{text_before}{self.control.hide(answer_text.removeprefix(prefill or ''))}"
         if marker and "".join(head.split()) == "".join(expected.split()):
@@ -323,13 +317,10 @@ class Renderer:
         last_control = int(max(np.flatnonzero(np.isin(tokens, list(self.control.ids.values()))), default=-1))
         text = self.decode(tokens[last_control + 1 :], skip_special=False)
         last_text = self.decode(tokens[-_LONGEST_OPENING:], skip_special=False).rstrip()  # by control tokens
-        return is_thought_open(text, last_control > 0) or last_text.endswith(
-            tuple(opening for opening, _ in THOUGHTS)
-        )
+        return is_thought_open(text, last_control > 0) or last_text.endswith(_OPENINGS)
 
     def _strip_closing(self, tail: np.ndarray, answer: Sequence[int] | np.ndarray) -> np.ndarray:
-        """``tail`` behind the closing token that ``answer`` ends with and the blanks before that token;
-        ``tail`` itself if it does not begin with this token."""
+        """``tail`` without the closing token that ``answer`` ends with, and without blanks before it."""
         if not len(answer) or int(answer[-1]) not in self.stop_tokens:
             return tail
         positions = np.flatnonzero(tail == int(answer[-1]))

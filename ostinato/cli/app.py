@@ -471,7 +471,7 @@ def compare(
     ] = None,
 ) -> None:
     """Arms x seeds: models and methods under one budget, or which choice of a recipe moves its ceiling."""
-    from ostinato.apps.scaling.arms.commands import Output, Study, command
+    from ostinato.apps.scaling.arms.commands import Output, Study, run_command
     from ostinato.apps.scaling.arms.kept import Measure
 
     study = Study(
@@ -481,7 +481,7 @@ def compare(
     output = Output(
         axis=axis, cut=cut, measure=measure, kept=collect, json_file=json_file, against=against, page=page
     )
-    raise typer.Exit(command(source, overrides or [], study, output))
+    raise typer.Exit(run_command(source, overrides or [], study, output))
 
 
 @app.command(hidden=True)

@@ -484,8 +484,8 @@ def _episodes(
 APPS = {
     "task.agent": "ostinato.apps.serve.agent_tasks:open_agents",
     "verifiers:": "ostinato.apps.serve.verifiers:VerifiersAgent",
-    "task.memory": "ostinato.apps.memory.conversations:conversations",
-    "judge:": "ostinato.apps.product.panel:scorers",
+    "task.memory": "ostinato.apps.memory.conversations:make_conversations",
+    "judge:": "ostinato.apps.product.panel:open_panels",
     "judge revisions": "ostinato.apps.product.judges:pin_judges",
     "forecast": "ostinato.apps.scaling.forecast:new_forecaster",
 }

@@ -43,9 +43,8 @@ def sharded_trainer(
     mirror: Decoder | None = None,
     **options: Any,
 ) -> PolicyTrainer:
-    """Build the trainer of one rank. All ranks build theirs together, since the weights are cut and the
-    fingerprint is computed together, and make the same calls together from then on. Resets the traffic
-    counts.
+    """Build the trainer of one rank and reset the traffic counts. All ranks build theirs together, since
+    the weights are cut together, and make the same calls together from then on.
 
     decoders: the chunks that this rank keeps (``shares.shares_of``), unsharded over f: with f in the layout
     they are sharded here, and recompute is on. adapters: of all their layers (``pieces.own_adapters``), or
@@ -57,10 +56,9 @@ def sharded_trainer(
     layout, config, links = mesh.layout, decoders[0].config, Collectives(mesh)
     pieces = _cut_matrices(decoders, links) if layout.shard > 1 else None
     leaf_by_name = _collect_leaves(decoders, adapters, mesh)
+    slots = None if placement is None else torch.from_numpy(number_slots(owner_of(placement)))
     for decoder in decoders:
-        number_experts(
-            decoder, None if placement is None else torch.from_numpy(number_slots(owner_of(placement)))
-        )
+        number_experts(decoder, slots)
     passes = ShardedPasses(
         mesh,
         links,

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from ostinato.apps.memory.chat import NOTE
-from ostinato.apps.memory.conversations import conversations
+from ostinato.apps.memory.conversations import make_conversations
 from ostinato.config.sections import MemorySection
 from ostinato.engine.local import LocalEngine
 from ostinato.env.custom import EnvEpisode, seeds
@@ -156,7 +156,7 @@ def test_an_agent_with_a_memory_keeps_its_task_and_stays_within_the_budget(
     world: World, budget: int, tools: Any
 ) -> None:
     """A row for each state of the memory, one advantage for the episode."""
-    new_chat = conversations(MemorySection(budget=budget), world.renderer, world.counters)
+    new_chat = make_conversations(MemorySection(budget=budget), world.renderer, world.counters)
     watches = partial(agents.watches, **({"tools": tools} if tools else {}))
     group = world.play(world.agent(watches, calls=20, new_chat=new_chat), size=2, context=900)
     for trajectory in group.trajectories:
@@ -180,7 +180,7 @@ def test_an_agent_with_a_memory_keeps_its_task_and_stays_within_the_budget(
 
 
 def test_tools_that_leave_no_room_for_a_memory_are_refused_in_a_sentence(world: World) -> None:
-    new_chat = conversations(MemorySection(budget=220), world.renderer, world.counters)
+    new_chat = make_conversations(MemorySection(budget=220), world.renderer, world.counters)
     watches = partial(agents.watches, tools=price_agent.TOOLS)
     (failed,) = world.play(world.agent(watches, new_chat=new_chat), size=1).trajectories
     assert "memory.budget is" in failed.error and "use a budget of at least both" in failed.error

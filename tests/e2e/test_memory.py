@@ -23,7 +23,7 @@ from serving import server, until
 from ostinato.access import STRICT
 from ostinato.apps.memory.conversations import Keeping, open_memory
 from ostinato.apps.memory.refill import ChatModel
-from ostinato.apps.memory.upstream import NAMED, Upstream
+from ostinato.apps.memory.upstream import SESSION_HEADER, Upstream
 from ostinato.apps.serve.server import HttpServer, address, bind
 from ostinato.run import JsonlZst
 
@@ -148,7 +148,7 @@ def test_another_programs_chat_is_kept_within_the_budget_by_a_proxy(at: ServerAt
         url, names = address(listening), set[str]()
         for turns in (1, 2, 40):
             status, reply, headers = ask(url, chat(turns), "")
-            names.add(headers[NAMED])
+            names.add(headers[SESSION_HEADER])
             assert status == 200 and reply["usage"]["prompt_tokens"] < 1000
         assert len(names) == 1
         ask(url, [{"role": "user", "content": "Another one."}], "")

@@ -10,7 +10,7 @@ import typer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ostinato.apps.scaling.reading import Reading, axis_of
+from ostinato.apps.scaling.reading import Reading, parse_axis
 from ostinato.config import Recipe
 from ostinato.every import NEVER, UNITS, Axis, Every
 from ostinato.observe import ledger
@@ -71,7 +71,7 @@ def test_device_hours_have_one_name_and_papers_another() -> None:
     """`scale ledger` reported device-hours and a forecast took them, `scale fit --axis device-hours` refused
     them, and a recipe refused gpu-hours."""
     for name in ("device-hours", "gpu-hours"):
-        assert axis_of(name) is Axis(name) is Axis.DEVICE_HOURS
+        assert parse_axis(name) is Axis(name) is Axis.DEVICE_HOURS
         assert Every.parse(f"0.5 {name}", "eval.every") == Every(amount=0.5, unit=Axis.DEVICE_HOURS)
         assert Recipe.parse({"name": "x", "forecast": {"axis": name}}).forecast.axis is Axis.DEVICE_HOURS
     assert Axis.DEVICE_HOURS.unit == "device-hours" and Axis.FLOPS.unit == "FLOP"
@@ -87,4 +87,4 @@ def test_what_is_no_axis_is_refused_with_all_that_are() -> None:
     with pytest.raises(ValueError, match=f"^{output}$"):
         Axis.parse("parsecs", "--axis")
     with pytest.raises(typer.BadParameter, match=output):
-        axis_of("parsecs")
+        parse_axis("parsecs")

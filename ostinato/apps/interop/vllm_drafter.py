@@ -7,9 +7,9 @@
 vLLM samples and verifies; proposals cost or save time and never change which tokens are drawn. Its sampler
 has no addressed noise, so proposals go by counts (``Rules.use_noise`` off), chains only.
 
-vLLM passes rows of tokens, without request ids and without prompt lengths, and rows move. So a sequence is
-identified by the text that it has read: a row belongs to the sequence whose text it continues. Where two
-texts are equal either sequence will do, since a draft depends on the text alone.
+vLLM passes rows of tokens without request ids and prompt lengths, and rows move. So a sequence is identified
+by its text: a row belongs to the sequence whose text it continues. Of two sequences with equal texts either
+will do, since a draft depends on the text alone.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from ostinato.history.store import History
 from ostinato.protocols import Drafter
 from ostinato.types import DraftQuery, HistoryEntry, Request, SampledTokens, Sampling
 
-CONTEXT = 8  # tokens before a response that its history keeps
-TAIL = 32  # tokens at the end of a text, by which it is found together with its length
-PATIENCE = 32  # passes that a group may be missing: vLLM leaves some out while its token budget is short
-GONE = 256  # ended sequences after which a group that is never idle adds them to history
+CONTEXT = 8  # tokens of the prompt that history keeps before a response
+TAIL = 32  # tokens at the end of a text, which with its length are its key
+MAX_MISSED = 32  # passes that a group may be missing: vLLM leaves some out while its token budget is short
+MAX_ENDED = 256  # ended sequences after which a group that is never idle adds them to history
 
 _log = logging.getLogger("vllm.ostinato")  # below vLLM's logger, which has a handler there
 
 
 def prompt_uid(prompt: Sequence[int] | np.ndarray) -> str:
-    """The key of a prompt's history where prompts are identified by their tokens alone."""
+    """Return the key of a prompt in history: a hash of its tokens."""
     return blake2b(np.asarray(prompt, np.int32).tobytes(), digest_size=12).hexdigest()
 
 
@@ -66,9 +66,9 @@ def remember(
     rewards: Sequence[float | None] | None = None,
 ) -> None:
     """Add to history the ``answers`` (token ids) to ``prompt`` (token ids, as vLLM was given them) in
-    ``step``.
+    ``step``. Raises ValueError for another number of ``rewards`` than of answers.
 
-    Give all answers of one prompt and step in one call: a second call for them replaces the first. Afterwards
+    Give all answers of one prompt and step in one call, since a second call replaces the first. Afterwards
     ``history.save(path)`` writes the file that the proposer begins with.
     """
     scores = rewards if rewards is not None else [None] * len(answers)
@@ -79,10 +79,10 @@ def remember(
 class PassTimes:
     """The time of a pass, learnt while serving: seconds = a + b * tokens + c * (anything drafted).
 
-    Least squares of relative errors, which forget (half in some 70 passes) and begin with a guess: a token
-    costs 1/64 of an empty pass, and verifying drafts costs nothing extra. The guess follows the fastest
-    recent pass, so that a slow start does not make drafts look expensive forever. More than three times the
-    expected time counts as three times: a stall is not a cost, and a change is followed all the same.
+    It is a least-squares fit of relative errors, in which a pass loses half of its weight in some 70 passes.
+    It begins with a guess: a token costs 1/64 of an empty pass, and verifying drafts costs nothing extra. The
+    guess follows the fastest recent pass, so that a slow start does not make drafts look expensive forever. A
+    time above three times the expected one counts as three times: the fit follows a change, but not a stall.
     """
 
     FORGET = 0.99
@@ -108,9 +108,10 @@ class PassTimes:
         pull, guess = self.PULL / self._scale**2, self.GUESS * self._scale
         self._weights = np.maximum(np.linalg.solve(self._squares + pull, self._products + pull @ guess), 0.0)
 
-    def table(self, rows: int, most: int) -> np.ndarray:
-        """[most + 1] seconds of a pass of ``rows`` sequences with 0 .. ``most`` draft tokens in it."""
-        drafted = np.arange(most + 1)
+    def predict_seconds(self, rows: int, max_drafts: int) -> np.ndarray:
+        """Return [max_drafts + 1] seconds of a pass of ``rows`` sequences with 0 .. max_drafts draft
+        tokens."""
+        drafted = np.arange(max_drafts + 1)
         weights = self._weights if self._scale else self.GUESS
         return weights[0] + weights[1] * (rows + drafted) / 64 + weights[2] * (drafted > 0) + 1e-9
 
@@ -122,27 +123,27 @@ class _Group:
     uid: str
     prompt: bytes  # of int32
     sequences: list[_Sequence] = field(default_factory=list)
-    seen: int = 0  # the last pass with any of them
+    last_pass: int = 0  # of the last one with any of them
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Sequence:
-    """A request, as known from its rows."""
+    """A request, as its rows show it."""
 
     group: _Group
     handle: int
     answer: list[int]
     key: tuple[int, bytes] = (0, b"")  # of its text in ``RowDrafter._texts``
-    last: int = 0  # number of answer tokens from its last pass
+    new_count: int = 0  # of answer tokens from its last pass
     drafted: int = 0  # tokens proposed for the coming pass
-    seen: int = 0  # the last pass that it was in
+    last_pass: int = 0  # the last one that it was in
 
 
 class RowDrafter:
     """Drafts for rows of tokens that have no names.
 
-    ``learn(uid, answers)`` is called with ended sequences: all answers of a prompt at once, when none of them
-    has been seen for some passes or when the prompt is requested anew.
+    ``learn(uid, answers)`` is called with the answers of ended sequences: with all of a prompt if none of
+    them was in the last passes, or if the prompt is requested anew; with some of them if too many have ended.
     """
 
     def __init__(
@@ -162,29 +163,30 @@ class RowDrafter:
         self._texts: dict[tuple[int, bytes], list[_Sequence]] = {}
         self._groups: dict[str, _Group] = {}
         self._times = PassTimes()
-        self._pass = 0
+        self._pass_count = 0
         self._proposal_time = 0.0  # time of the last proposal
 
     def propose(
         self, sampled: Sequence[Sequence[int]], lengths: np.ndarray, rows: np.ndarray
     ) -> list[list[int]]:
-        """Propose draft tokens for each row of the coming pass; empty where none are worth it.
+        """Propose draft tokens for each row of the coming pass; none if they are not worth it. The call also
+        records the tokens of the last pass and its time, and ends sequences that are missing for long.
 
         sampled: [R] the tokens from the last pass; empty while a prompt is being read
         lengths: [>= R] tokens of each row, ``sampled`` included
         rows:    [>= R, longest] int32 token ids
         """
         start = self._clock()
-        self._pass += 1
+        self._pass_count += 1
         places = [row for row, tokens in enumerate(sampled) if tokens]
-        batch, new_count = self._recognise(sampled, lengths, rows, places)
+        batch, new_count = self._match_rows(sampled, lengths, rows, places)
         if batch and not new_count and len(batch) == len(sampled):  # no prompt was read in that pass
             draft_count = sum(sequence.drafted for sequence in batch)
             self._times.observe(len(batch) + draft_count, draft_count, start - self._proposal_time)
-        self._retire_missing()
+        self._retire_missing_groups()
         drafts: list[list[int]] = [[] for _ in sampled]
         if batch:
-            self._observe(batch, [sampled[row] for row in places])
+            self._report_tokens(batch, [sampled[row] for row in places])
             room = np.clip(self._max_len - 1 - lengths[places], 0, self._max_drafts).astype(np.int32)
             for row, sequence, draft in zip(places, batch, self._ask_drafter(batch, room), strict=True):
                 sequence.drafted = len(draft)
@@ -192,56 +194,63 @@ class RowDrafter:
         self._proposal_time = self._clock()
         return drafts
 
-    def _recognise(
+    def _match_rows(
         self, sampled: Sequence[Sequence[int]], lengths: np.ndarray, rows: np.ndarray, places: Sequence[int]
     ) -> tuple[list[_Sequence], int]:
-        """Return the sequences of the rows ``places``, and how many of them have just begun."""
+        """Return the sequences of the rows ``places``, with the sampled tokens added to them, and how many of
+        them have just begun."""
         texts = [rows[row, : lengths[row]] for row in places]
         new_tokens = [sampled[row] for row in places]
-        # Find all before any is extended: the text of a row now may be what another sequence had before.
+        # Take all sequences before any is extended: the text of one row may be what another row had before.
         matches = [
-            self._find(text[: -len(row_tokens)]) for text, row_tokens in zip(texts, new_tokens, strict=True)
+            self._take_sequence(text[: -len(row_tokens)])
+            for text, row_tokens in zip(texts, new_tokens, strict=True)
         ]
         batch: list[_Sequence] = []
         for sequence, text, row_tokens in zip(matches, texts, new_tokens, strict=True):
-            sequence = sequence or self._begin(text[: -len(row_tokens)])
+            sequence = sequence or self._begin_sequence(text[: -len(row_tokens)])
             sequence.answer += row_tokens
-            sequence.last = len(row_tokens)
-            self._file(sequence, _make_key(text))
+            sequence.new_count = len(row_tokens)
+            self._add_text(sequence, _make_key(text))
             batch.append(sequence)
         return batch, matches.count(None)
 
-    def _find(self, text: np.ndarray) -> _Sequence | None:
-        """Remove the sequence that has read ``text`` from ``_texts`` and return it; None where there is
-        none."""
+    def _take_sequence(self, text: np.ndarray) -> _Sequence | None:
+        """Remove the sequence with ``text`` from ``_texts``, mark it as present in this pass and return it;
+        None without such a sequence."""
         for sequence in self._texts.get(_make_key(text), ()):
             prompt = sequence.group.prompt
             if text[: len(prompt) // text.itemsize].tobytes() == prompt:
-                self._unfile(sequence)
-                sequence.seen = sequence.group.seen = self._pass
+                self._remove_text(sequence)
+                sequence.last_pass = sequence.group.last_pass = self._pass_count
                 return sequence
         return None
 
-    def _begin(self, text: np.ndarray) -> _Sequence:
-        """Begin a sequence for an unknown row: a new request, or a request that comes back after a long
-        absence."""
+    def _begin_sequence(self, text: np.ndarray) -> _Sequence:
+        """Begin a sequence for an unknown row: a new request, or one that comes back after a long absence.
+        The sequences of the same prompt that have ended are retired if all have, or too many."""
         uid, prompt_len = self._find_prompt(text)
         group = self._groups.get(uid)
         if group is not None:
-            ended_sequences = [sequence for sequence in group.sequences if sequence.seen < self._pass]
-            # its next round begins, or it is never idle
-            if len(ended_sequences) == len(group.sequences) or len(ended_sequences) >= GONE:
-                self._retire(group, ended_sequences)
+            ended_sequences = [
+                sequence for sequence in group.sequences if sequence.last_pass < self._pass_count
+            ]
+            # The prompt begins its next round, or the group is never without a running sequence.
+            if len(ended_sequences) == len(group.sequences) or len(ended_sequences) >= MAX_ENDED:
+                self._retire_sequences(group, ended_sequences)
         group = self._groups.setdefault(uid, _Group(uid=uid, prompt=text[:prompt_len].tobytes()))
         sampling = Sampling(max_tokens=self._max_len)
         handle = self._drafter.open(Request(tokens=np.array(text), sampling=sampling, seed=(0,), uid=uid))
-        sequence = _Sequence(group=group, handle=handle, answer=text[prompt_len:].tolist(), seen=self._pass)
+        sequence = _Sequence(
+            group=group, handle=handle, answer=text[prompt_len:].tolist(), last_pass=self._pass_count
+        )
         group.sequences.append(sequence)
-        group.seen = self._pass
+        group.last_pass = self._pass_count
         return sequence
 
     def _find_prompt(self, text: np.ndarray) -> tuple[str, int]:
-        """Return (uid, length) of the prompt of a new row: all of it, unless it continues an open prompt."""
+        """Return (uid, length) of the prompt of a new row: the longest open prompt that it continues, or all
+        of it."""
         full_uid = prompt_uid(text)
         if full_uid not in self._groups:
             lengths = {len(group.prompt) // text.itemsize for group in self._groups.values()}
@@ -250,25 +259,27 @@ class RowDrafter:
                     return uid, length
         return full_uid, len(text)
 
-    def _file(self, sequence: _Sequence, key: tuple[int, bytes]) -> None:
+    def _add_text(self, sequence: _Sequence, key: tuple[int, bytes]) -> None:
         sequence.key = key
         self._texts.setdefault(key, []).append(sequence)
 
-    def _unfile(self, sequence: _Sequence) -> None:
+    def _remove_text(self, sequence: _Sequence) -> None:
         sequences = self._texts[sequence.key]
         sequences.remove(sequence)
         if not sequences:
             del self._texts[sequence.key]
 
-    def _retire_missing(self) -> None:
-        for group in [group for group in self._groups.values() if group.seen < self._pass - PATIENCE]:
-            self._retire(group, group.sequences)
+    def _retire_missing_groups(self) -> None:
+        for group in [
+            group for group in self._groups.values() if group.last_pass < self._pass_count - MAX_MISSED
+        ]:
+            self._retire_sequences(group, group.sequences)
 
-    def _retire(self, group: _Group, ended_sequences: Sequence[_Sequence]) -> None:
-        """End sequences: close their handles and learn their answers."""
-        self._observe(ended_sequences, [()] * len(ended_sequences), ended=True)
+    def _retire_sequences(self, group: _Group, ended_sequences: Sequence[_Sequence]) -> None:
+        """End sequences of a group: close their handles, forget them and learn their answers."""
+        self._report_tokens(ended_sequences, [()] * len(ended_sequences), ended=True)
         for sequence in ended_sequences:
-            self._unfile(sequence)
+            self._remove_text(sequence)
         group.sequences = [sequence for sequence in group.sequences if sequence not in ended_sequences]
         if not group.sequences:
             del self._groups[group.uid]
@@ -278,12 +289,17 @@ class RowDrafter:
         )
 
     def _trim_answer(self, sequence: _Sequence) -> list[int]:
-        """Cut the tokens behind a stop token of the last pass, which vLLM discards."""
-        start = len(sequence.answer) - sequence.last
-        stops = (at for at in range(start, len(sequence.answer)) if sequence.answer[at] in self._stop_tokens)
+        """Return the answer up to the first stop token of its last pass; vLLM discards the tokens behind
+        it."""
+        start = len(sequence.answer) - sequence.new_count
+        stops = (
+            position
+            for position in range(start, len(sequence.answer))
+            if sequence.answer[position] in self._stop_tokens
+        )
         return sequence.answer[: next(stops, len(sequence.answer) - 1) + 1]
 
-    def _observe(
+    def _report_tokens(
         self, batch: Sequence[_Sequence], new_tokens: Sequence[Sequence[int]], *, ended: bool = False
     ) -> None:
         tokens = np.array([token for row_tokens in new_tokens for token in row_tokens], np.int32)
@@ -299,13 +315,14 @@ class RowDrafter:
         )
 
     def _ask_drafter(self, batch: Sequence[_Sequence], room: np.ndarray) -> list[list[int]]:
-        """Return the drafter's chain for each sequence, cut before a token that is not in the vocabulary."""
+        """Return the drafter's chain for each sequence, cut before a token that is not in the vocabulary: a
+        history from a file may have such tokens."""
         drafts = self._drafter.propose(
             DraftQuery(
                 handles=np.array([sequence.handle for sequence in batch], np.int64),
                 room=room,
                 weights=np.ones(len(batch), np.float32),
-                seconds=self._times.table(len(batch), int(room.sum())),
+                seconds=self._times.predict_seconds(len(batch), int(room.sum())),
             )
         )
         tokens, counts = drafts.tokens.tolist(), drafts.counts.tolist()
@@ -329,7 +346,8 @@ class Settings:
 
     @classmethod
     def read(cls, additional_config: Mapping[str, Any]) -> Settings:
-        """Read the settings. Raises ValueError with one sentence for an unknown setting."""
+        """Read the settings. Raises ValueError with one sentence for an unknown setting; values are not
+        checked."""
         values = dict(additional_config.get("ostinato", {}))
         names = [field.name for field in fields(cls)]
         for name in values:
@@ -346,7 +364,7 @@ class HistoryProposer:
     """The proposer class that ``speculative_config={"method": "custom_class", "model": ...}`` names."""
 
     def __init__(self, vllm_config: Any, clock: Callable[[], float] = time.perf_counter) -> None:
-        """``vllm_config`` is vLLM's ``VllmConfig``; ``clock`` gives seconds, by which passes are timed.
+        """``vllm_config`` is vLLM's ``VllmConfig``. ``clock`` returns seconds and times the passes.
 
         Raises ValueError for settings that do not exist, and without a C++ compiler.
         """
@@ -362,10 +380,10 @@ class HistoryProposer:
             max_drafts=vllm_config.speculative_config.num_speculative_tokens,
             max_len=model.max_model_len,
             vocab_size=model.get_vocab_size(),
-            stop_tokens=_stop_tokens(model.hf_config),
+            stop_tokens=_get_stop_tokens(model.hf_config),
             clock=clock,
         )
-        self._on_cpu = vllm_config.device_config.device_type == "cpu"
+        self._is_on_cpu = vllm_config.device_config.device_type == "cpu"
 
     def propose(
         self,
@@ -374,28 +392,26 @@ class HistoryProposer:
         token_ids_cpu: np.ndarray,
         slot_mappings: object = None,
     ) -> list[list[int]]:
-        """Propose drafts; vLLM calls this after each pass, see ``RowDrafter.propose``."""
+        """Propose drafts by ``RowDrafter.propose``. vLLM calls this after each pass."""
         return self._rows.propose(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
 
     def load_model(self, *args: object, **kwargs: object) -> None:
-        """Check the verification of drafts; vLLM calls this when its worker is ready. There is no draft
-        model.
-
-        Raises ValueError where the verification is wrong and could not be corrected.
-        """
-        if self._on_cpu:
+        """Correct the verification of drafts on a CPU. vLLM calls this when its worker is ready. There is no
+        draft model to load. Raises ValueError if the verification stays wrong."""
+        if self._is_on_cpu:
             correct_verification()
 
     def _learn(self, uid: str, answers: Sequence[HistoryEntry]) -> None:
-        """Add a finished round of a prompt to history; rounds are counted on from those in the file."""
+        """Add ended answers of a prompt to history as its next round, and drop what the drafter has cached of
+        the prompt. The rounds of the file count too."""
         rounds = [block.step for block in self._history.blocks(uid)]
         self._history.add(uid, max(rounds, default=-1) + 1, answers)
         self._drafter.forget([uid])
 
 
 def _load_history(settings: Settings) -> History:
-    """Load the history of the file, if there is one: without it, or with a damaged file, drafting begins
-    without history."""
+    """Load the history of the file. Return an empty one without a file, and, with a warning, for a file that
+    cannot be read."""
     if settings.history is not None:
         try:
             return History.load(settings.history, memory_mb=settings.memory_mb, epochs=settings.epochs)
@@ -404,7 +420,7 @@ def _load_history(settings: Settings) -> History:
     return History(memory_mb=settings.memory_mb, epochs=settings.epochs)
 
 
-def _stop_tokens(hf_config: Any) -> frozenset[int]:
+def _get_stop_tokens(hf_config: Any) -> frozenset[int]:
     stop = getattr(hf_config, "eos_token_id", None)
     return frozenset([stop] if isinstance(stop, int) else stop or ())
 
@@ -413,23 +429,21 @@ _log = logging.getLogger("vllm.ostinato")  # below vLLM's logger, which has a ha
 
 
 def correct_verification() -> None:
-    """Correct the verification of drafts in a worker of vLLM on CPU, before it serves.
-
-    Raises ValueError if it stays wrong.
-    """
-    if _is_correct():
+    """Replace the kernel of vLLM that verifies drafts on a CPU, if it is wrong, and log that. Raises
+    ValueError if the verification stays wrong."""
+    if _is_verification_correct():
         return
     from vllm.triton_utils.dispatcher import register_kernels
 
     register_kernels({"vllm.v1.sample.rejection_sampler.expand_kernel": _expand_to_tokens})
-    if not _is_correct():
+    if not _is_verification_correct():
         raise ValueError(
             "this vLLM loses the temperature of drafted tokens (vllm issue 55005); use another version"
         )
     _log.warning("vllm issue 55005: drafted tokens get their temperature from ostinato.apps.interop now")
 
 
-def _is_correct() -> bool:
+def _is_verification_correct() -> bool:
     import torch
     from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
 
@@ -440,8 +454,8 @@ def _is_correct() -> bool:
 def _expand_to_tokens(
     output: Any, values: Any, ends: Any, replace_from: int, replace_to: int, MAX_NUM_TOKENS: int = 0
 ) -> None:
-    """Set output[t] = values[request of token t], with ``replace_from`` replaced; ends: [requests] end of
-    each request's tokens."""
+    """Set output[t] = values[request of token t], or ``replace_to`` for a value of ``replace_from``. ``ends``
+    [requests] are the ends of the requests' tokens."""
     import torch
 
     counts = torch.diff(ends, prepend=ends.new_zeros(1))

@@ -16,7 +16,8 @@ VARIABLE = "VLLM_API_KEY"
 
 
 class Guard:
-    """ASGI middleware that checks the key. Raises KeyError where the variable is not set."""
+    """ASGI middleware that refuses requests without the key: with status 401, or by closing a websocket.
+    Raises KeyError if the variable is not set."""
 
     def __init__(self, app: Any) -> None:
         self._app, self._authorization = app, f"Bearer {os.environ[VARIABLE]}".encode()

@@ -2,13 +2,12 @@
 
     vllm serve ... --worker-extension-cls ostinato.apps.interop.vllm_worker.Worker
 
-vLLM 0.32 can load an adapter in the place of another (``load_inplace``), but every request keeps the folder
-that it began with, and the flag with it: each pass loads its adapter from there anew. That costs 20 ms a
-pass. A request in flight goes on under the old adapter, and so do all others of its batch, whatever name they
-ask for. Here the worker's own adapter is replaced, once, while the requests keep the name that they began
-with.
+vLLM 0.32 can load an adapter in the place of another (``load_inplace``), but every request keeps its first
+folder and this flag. So each pass loads the adapter from that folder anew, which costs 20 ms. A request in
+flight goes on under the old adapter, and so do all others of its batch, whatever name they ask for. Here the
+worker's own adapter is replaced once, and the requests keep their name.
 
-It is called through ``/collective_rpc``; ``engine.vllm`` is the other side.
+``engine.vllm`` calls it through ``/collective_rpc``.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ class Worker:
         """Serve the PEFT adapter in ``folder`` from the next pass on, in the place of the current adapter.
         Return the digest of its files.
 
-        Raises ValueError where not exactly one adapter is loaded, and vLLM's own error for an adapter that
-        does not fit; then the old adapter stays.
+        Raises ValueError unless exactly one adapter is loaded, and vLLM's own error for an adapter that does
+        not fit. After an error the old adapter stays.
         """
         from vllm.lora.request import LoRARequest
 
@@ -38,15 +37,15 @@ class Worker:
         self.add_lora(
             LoRARequest(lora_name="ostinato", lora_int_id=adapter_ids[0], lora_path=folder, load_inplace=True)
         )
-        return digest(Path(folder))
+        return hash_adapter(Path(folder))
 
     def ostinato_device(self: Any) -> str:
         """The type of the worker's device: "cpu", "cuda" ..."""
         return self.device.type
 
 
-def digest(folder: Path) -> str:
-    """Hash the files of an adapter: 16 hex digits."""
+def hash_adapter(folder: Path) -> str:
+    """Hash the two files of an adapter. Return 16 hex digits."""
     hasher = blake2b(digest_size=8)
     for name in FILES:
         hasher.update((folder / name).read_bytes())

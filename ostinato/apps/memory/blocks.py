@@ -1,7 +1,7 @@
 """The parts of a memory: blocks in the context, and the originals, which are outside of it and never change.
 
 A turn is cut into pieces of limited length; each piece is a block. A block is verbatim (level 0), shortened
-(levels 1 to 3), or gone from the context: then only its original is left, from which it can be restored.
+(levels 1 to 4), or gone from the context. A block that is gone can be restored from its original.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
-from ostinato.apps.memory.facts import absolute, day_of
+from ostinato.apps.memory.facts import parse_day, resolve_dates
 
 LEVELS = (1.0, 0.75, 0.5, 0.25, 0.125, 0.0)  # share of the original's tokens that a block of level l may have
 
@@ -43,18 +43,18 @@ class Block:
     after: str = ""
     level: int = 0
     pinned: bool = False
-    uses: int = 0  # number of later turns that spoke of it
-    used_at: int = 0  # the last of these turns, or its own
-    score: float = 0.0  # of the original, when it came: ``importance.score_text``
+    uses: int = 0  # number of later turns that mentioned it, and of its restorations
+    used_at: int = 0  # the turn of the last use, or its own
+    score: float = 0.0  # by ``importance.score_text``, when the block was new
 
     @property
     def line(self) -> str:
-        return line(self.speaker, self.text, self.day if not self.level else "")
+        return format_line(self.speaker, self.text, self.day if not self.level else "")
 
 
-def line(speaker: str, text: str, day: str = "") -> str:
-    """Format a block as a line. Its day is added where the text has dates that are relative to it."""
-    is_relative = day and absolute(text, day_of(day)) != text
+def format_line(speaker: str, text: str, day: str = "") -> str:
+    """Format a block as a line. The day is added if the text has dates that are relative to it."""
+    is_relative = day and resolve_dates(text, parse_day(day)) != text
     return f"{f'[{day[:10]}] ' if is_relative else ''}{speaker}: {text}\n"
 
 
@@ -75,7 +75,7 @@ class MemoryState:
     def text(self) -> str:
         return "".join(block.line for block in self.blocks)
 
-    def block(self, id: int) -> Block | None:
+    def find_block(self, id: int) -> Block | None:
         return next((block for block in self.blocks if block.id == id), None)
 
     def to_json(self) -> dict[str, Any]:
@@ -87,10 +87,10 @@ class MemoryState:
 
 
 class Originals(Protocol):
-    """The store of original texts by hash: a text that was put in never changes and is never deleted."""
+    """A store of original texts by hash. Its texts never change and are never deleted."""
 
     def put(self, text: str) -> str:
-        """Store a text and return its sha256."""
+        """Store a text, unless it is there already, and return its sha256."""
         ...
 
     def get(self, source: str) -> str:
@@ -105,7 +105,7 @@ class Kept:
     texts: dict[str, str] = field(default_factory=dict)
 
     def put(self, text: str) -> str:
-        source = source_of(text)
+        source = hash_text(text)
         self.texts.setdefault(source, text)
         return source
 
@@ -113,5 +113,5 @@ class Kept:
         return self.texts[source]
 
 
-def source_of(text: str) -> str:
+def hash_text(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()

@@ -36,38 +36,43 @@ class Chat:
     measure: Callable[[Sequence[Message]], int]
     pinned: int | None = None
     state: MemoryState = field(default_factory=MemoryState)
-    seen: str = ""  # digest of the messages in the state
+    digest: str = ""  # of the messages in the state
 
     def shorten(self, messages: Sequence[Message], day: str = "") -> list[Message]:
-        """Return these messages within the budget. Where they do not begin with the messages of the state,
-        the memory is made anew, with the pins that it had. Raises ValueError for messages that cannot be
-        brought within the budget."""
-        seen, head, pins = digests(messages), self._count_pinned(messages), set[str]()
-        if self.state.turns and (self.state.turns > len(seen) or seen[self.state.turns - 1] != self.seen):
+        """Add the new ones of these messages to the state, and return all of them within the budget. If they
+        do not begin with the messages of the state, the state is made anew, with the pins that it had. Raises
+        ValueError for messages that cannot be brought within the budget, and for a ``day`` that is no
+        date."""
+        prefix_digests, head, pins = hash_prefixes(messages), self._count_pinned(messages), set[str]()
+        if self.state.turns and (
+            self.state.turns > len(prefix_digests) or prefix_digests[self.state.turns - 1] != self.digest
+        ):
             pins = {block.source for block in self.state.blocks if block.pinned}
             self.state = MemoryState()
         for k in range(self.state.turns, len(messages)):
             prefix = messages[: k + 1]
             memory = self._make_memory(prefix, head)
-            turn = Turn(speaker=_get_speaker(prefix[k]), text=text_of(prefix[k]), day=day, pinned=k < head)
+            turn = Turn(
+                speaker=_get_speaker(prefix[k]), text=extract_text(prefix[k]), day=day, pinned=k < head
+            )
             self.state = memory.append(self.state, turn)
             for block in self.state.blocks:
                 if block.turn == k and block.source in pins and not block.pinned:
                     self.state = memory.pin(self.state, block.id)
-        self.seen = seen[-1]
-        self.state = self._make_memory(messages, head).fit(self.state)  # over the budget after a pin
-        return form(self.state, messages, head)
+        self.digest = prefix_digests[-1]
+        self.state = self._make_memory(messages, head).fit(self.state)  # a pin may exceed the budget
+        return format_state(self.state, messages, head)
 
     def renderer(self, renderer: Renders) -> ShorteningRenderer:
         """Return a renderer for the episode of this chat."""
         return ShorteningRenderer(renderer, self)
 
     def _make_memory(self, messages: Sequence[Message], head: int) -> Memory:
-        """Make a memory that measures a state as these messages, less the tokens of a request without
-        messages (its tools)."""
+        """Make a memory that measures a state by these messages. The tokens of a request without messages
+        (its tools) are taken off the budget and off each measurement."""
         empty = self.measure([{"role": "user", "content": ""}])
         sizes = replace(self.memory.sizes, budget=self.budget - empty)
-        measure_state = lambda state: self.measure(form(state, messages, head)) - empty  # noqa: E731
+        measure_state = lambda state: self.measure(format_state(state, messages, head)) - empty  # noqa: E731
         return replace(self.memory, sizes=sizes, whole=measure_state)
 
     def _count_pinned(self, messages: Sequence[Message]) -> int:
@@ -77,31 +82,36 @@ class Chat:
         return next(chat_positions, len(messages))
 
 
-def form(state: MemoryState, messages: Sequence[Message], head: int) -> list[Message]:
-    """Return ``state`` as messages; ``messages`` are the originals, turn by turn."""
-    newest, tail = len(messages) - 1, _find_verbatim_tail(state)
-    if tail <= head:
+def format_state(state: MemoryState, messages: Sequence[Message], head: int) -> list[Message]:
+    """Return ``state`` as messages: the first ``head`` of ``messages``, a note with the turns that are
+    shortened, and the newest messages verbatim. ``messages`` are the originals, one for each turn. They
+    are returned as they are if only messages of the head are shortened. The newest message is shortened
+    if no verbatim message can be the first of a chat."""
+    newest_turn, tail_turn = len(messages) - 1, _find_verbatim_tail(state)
+    if tail_turn <= head:
         return [*messages]
     first_role = "assistant" if head and messages[head - 1]["role"] == "user" else "user"
-    while tail <= newest and messages[tail]["role"] != first_role:
-        tail += 1
-    tail_messages: list[Message] = [*messages[tail:]]
+    while tail_turn <= newest_turn and messages[tail_turn]["role"] != first_role:
+        tail_turn += 1
+    tail_messages: list[Message] = [*messages[tail_turn:]]
     if not tail_messages:  # the newest message itself is shortened, or does not begin a chat
-        text = "".join(block.text + " " * (block.level > 0) for block in state.blocks if block.turn == newest)
-        role = messages[newest]["role"]
+        text = "".join(
+            block.text + " " * (block.level > 0) for block in state.blocks if block.turn == newest_turn
+        )
+        role = messages[newest_turn]["role"]
         tail_messages = [{"role": "user" if role == "tool" else role, "content": text}]
-        tail = newest
-    lines = "".join(block.line for block in state.blocks if head <= block.turn < tail)
+        tail_turn = newest_turn
+    lines = "".join(block.line for block in state.blocks if head <= block.turn < tail_turn)
     note = f"{NOTE}{lines}".rstrip() if lines else ""
     if not head:
         return [*([{"role": "system", "content": note}] if note else []), *tail_messages]
-    *before, last_pinned = messages[:head]
-    content = "\n\n".join(filter(None, [text_of(last_pinned), note]))
-    return [*before, {**last_pinned, "content": content}, *tail_messages]
+    *earlier_messages, last_pinned = messages[:head]
+    content = "\n\n".join(filter(None, [extract_text(last_pinned), note]))
+    return [*earlier_messages, {**last_pinned, "content": content}, *tail_messages]
 
 
 def _find_verbatim_tail(state: MemoryState) -> int:
-    """The first turn of the tail in which no block is missing or shortened."""
+    """Return the first turn of the tail in which no block is missing or shortened."""
     first_turn = state.turns
     for age, block in enumerate(reversed(state.blocks), 1):
         if block.level or block.id != state.next_id - age:
@@ -114,8 +124,8 @@ def _get_speaker(message: Message) -> str:
     return str(message.get("name") or message["role"])
 
 
-def text_of(message: Message) -> str:
-    """The text of a message, followed by its tool calls as JSON."""
+def extract_text(message: Message) -> str:
+    """Return the text of a message, followed by its tool calls as JSON."""
     content = message.get("content") or ""
     if not isinstance(content, str):
         content = "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
@@ -125,11 +135,13 @@ def text_of(message: Message) -> str:
     return "\n".join(filter(None, [content, *calls]))
 
 
-def digests(messages: Sequence[Message]) -> list[str]:
-    """Digests of the first message, of the first two, and so on."""
+def hash_prefixes(messages: Sequence[Message]) -> list[str]:
+    """Return digests of the first message, of the first two, and so on."""
     hex_digests, digest = [], hashlib.sha256()
     for message in messages:
-        digest.update(json.dumps([message["role"], _get_speaker(message), text_of(message)]).encode() + b"\n")
+        digest.update(
+            json.dumps([message["role"], _get_speaker(message), extract_text(message)]).encode() + b"\n"
+        )
         hex_digests.append(digest.hexdigest())
     return hex_digests
 
@@ -162,11 +174,11 @@ class Renders(Protocol):
 
 
 def chat_sizes(budget: int, recent: int, measure: Callable[[Sequence[Message]], int]) -> Sizes:
-    """Sizes for messages within ``budget`` tokens by ``measure``.
+    """Return sizes for messages within ``budget`` tokens by ``measure``.
 
-    The budget is less the tokens of an empty chat, each block counts with the marks of a message, and there
-    is slack for some turns: until it is used up, the tokens that a model has computed of the earlier messages
-    are still the beginning of its context.
+    The tokens of an empty chat are taken off the budget, and each block counts with the marks of a message.
+    The slack leaves room for some turns. Until it is used up, the context only grows, so a model computes the
+    new tokens alone. Raises ValueError for a budget that is too small.
     """
     empty = measure([{"role": "user", "content": ""}])
     marks = measure([{"role": r, "content": ""} for r in ("user", "assistant", "user")]) - empty
@@ -175,21 +187,24 @@ def chat_sizes(budget: int, recent: int, measure: Callable[[Sequence[Message]], 
 
 
 class ShorteningRenderer:
-    """A renderer of one episode, whose contexts have the budget of its chat; the messages of the prompt stay.
+    """A renderer of one episode, whose contexts have the budget of its chat. The messages of the prompt are
+    never shortened.
 
-    Counters beside those of the memory: ``memory/rows``, contexts that were shortened.
+    It adds to the counters of the memory ``memory/rows``, the number of contexts that were shortened.
     """
 
     def __init__(self, renderer: Renders, chat: Chat) -> None:
-        self._renderer, self._chat, self._row, self._budget = renderer, chat, 0, chat.budget
+        self._renderer, self._chat, self._row_tokens, self._budget = renderer, chat, 0, chat.budget
 
     def decode(self, tokens: Sequence[int] | np.ndarray, skip_special: bool = True) -> str:
         return self._renderer.decode(tokens, skip_special)
 
     def prompt(self, prompt: Prompt) -> np.ndarray:
-        """[P] int32. Raises ValueError for a prompt that is longer than the budget for pinned messages."""
+        """Begin the episode: return the tokens [P] int32 of its prompt, pin the messages of the prompt, and
+        take the tokens of its tools off the budget. Raises ValueError for a prompt that is longer than the
+        budget for pinned messages."""
         tokens = self._renderer.prompt(prompt)
-        self._chat.pinned, self._row = len(prompt.messages or ()), len(tokens)
+        self._chat.pinned, self._row_tokens = len(prompt.messages or ()), len(tokens)
         if prompt.tools or prompt.template_kwargs:  # their tokens are in every context
             self._chat.budget = self._budget - len(tokens) + len(self._renderer.chat(prompt.messages or ()))
         if prompt.messages:
@@ -206,16 +221,18 @@ class ShorteningRenderer:
         *,
         prefill: str | None = None,
     ) -> np.ndarray | NewRow:
-        """[C] int32 behind the answer, or all of the new context where the row would be too long."""
+        """Return the tokens [C] int32 behind the answer, or a new row. The row is new if the renderer begins
+        one, or if it would exceed the budget; then the context is shortened. Raises ValueError for messages
+        that cannot be brought within the budget."""
         context = self._renderer.after_turn(
             messages, new_messages, answer, tools, template_kwargs, prefill=prefill
         )
         is_new = isinstance(context, NewRow)
-        self._row = len(context.tokens) if is_new else self._row + len(answer) + len(context)
-        if self._row <= self._budget:
+        self._row_tokens = len(context.tokens) if is_new else self._row_tokens + len(answer) + len(context)
+        if self._row_tokens <= self._budget:
             return context
         short_messages = self._chat.shorten([*messages, *new_messages])
         tokens = self._renderer.chat(short_messages, tools=tools, template_kwargs=template_kwargs)
-        self._row = len(tokens)
+        self._row_tokens = len(tokens)
         self._chat.memory.counters["memory/rows"] += 1
         return NewRow(tokens)

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keeping:
-    """Settings of a server's memory. ``refill``: "extract"; "model": the model that is served; or
-    "diffusion:FOLDER", a masked-diffusion model beside it (``memory.diffusion``)."""
+    """Settings of a server's memory. ``refill`` is "extract", "model" (the model that is served), or
+    "diffusion:FOLDER" (a masked-diffusion model beside it, see ``memory.diffusion``)."""
 
     budget: int
     recent: int = 0
@@ -34,17 +34,18 @@ class Keeping:
 
 @contextmanager
 def open_memory(
-    keeping: Keeping | None, renderer: Renderer | None, at: ChatModel
+    keeping: Keeping | None, renderer: Renderer | None, chat_model: ChatModel
 ) -> Iterator[Remembered | None]:
-    """Open a memory for the duration of the context; None for None. ``at``: the model that is served. Raises
-    ValueError for a budget, a file or a refiller that cannot be used."""
+    """Yield a memory whose file is open during the context; None without settings. ``chat_model``: the model
+    that is served, which may refill. Raises ValueError for a budget, a file or a refiller that cannot be
+    used."""
     if keeping is None:
         yield None
         return
     from ostinato.apps.memory.remembered import Remembered
 
-    counters, (count, measure) = Counter[str](), counts_of(renderer)
-    refiller = _make_refiller(keeping.refill, at, counters)
+    counters, (count, measure) = Counter[str](), make_measures(renderer)
+    refiller = _make_refiller(keeping.refill, chat_model, counters)
     with closing(Sessions(keeping.file)) as sessions:
         yield Remembered(
             sessions=sessions,
@@ -57,12 +58,12 @@ def open_memory(
         )
 
 
-def _make_refiller(name: str, at: ChatModel, counters: Counter[str]) -> Refiller | None:
+def _make_refiller(name: str, chat_model: ChatModel, counters: Counter[str]) -> Refiller | None:
     kind, _, folder = name.partition(":")
     if name == "extract":
         return None
     if name == "model":
-        return ByModel(at, counters)
+        return ByModel(chat_model, counters)
     if kind != "diffusion" or not folder:
         raise ValueError(
             f'the refiller of a memory is {name!r}; use "extract", "model" or "diffusion:FOLDER"'
@@ -72,11 +73,12 @@ def _make_refiller(name: str, at: ChatModel, counters: Counter[str]) -> Refiller
     return load_refiller(Path(folder))
 
 
-def counts_of(
+def make_measures(
     renderer: Renderer | None,
 ) -> tuple[Callable[[str], int], Callable[[Sequence[Message]], int]]:
-    """Return (count tokens of a text, count tokens of messages), by a tokenizer and its chat template;
-    without these a token for every three bytes, and four for each message."""
+    """Return two functions, which count the tokens of a text and of messages. They use the renderer's
+    tokenizer and chat template. Without a tokenizer, three bytes count as a token. Without a template, each
+    message counts four tokens more, and so does the chat."""
 
     def count(text: str) -> int:
         return (
@@ -94,10 +96,10 @@ def counts_of(
 Conversations = Callable[[], Chat]
 
 
-def conversations(section: MemorySection, renderer: Renderer, counters: Counter[str]) -> Conversations:
+def make_conversations(section: MemorySection, renderer: Renderer, counters: Counter[str]) -> Conversations:
     """Return a function that makes the memory of an episode. Raises ValueError for a budget that is too small
     for a chat."""
-    count, measure = counts_of(renderer)
+    count, measure = make_measures(renderer)
     sizes = chat_sizes(section.budget, section.recent, measure)
 
     def make_chat() -> Chat:

@@ -13,34 +13,35 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ostinato.apps.memory.refill import clean_answer, messages
+from ostinato.apps.memory.refill import build_messages, clean_answer
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 def infill(logits: Callable[[list[int]], Tensor], canvas: Sequence[int], mask: int, passes: int) -> list[int]:
-    """Return ``canvas`` with a token in the place of each ``mask``, in at most ``passes`` passes of
-    ``logits`` (of the canvas, [canvas, V]). Each pass fills an equal share of the masks, those with the most
-    probable tokens, ties from the left."""
+    """Return ``canvas`` with a token in the place of each ``mask``, in at most ``passes`` passes.
+
+    ``logits`` returns the logits [canvas, V] of a canvas, which may be overwritten. Each pass fills an equal
+    share of the masks: those with the most probable tokens, and of equal ones the leftmost."""
     canvas = list(canvas)
     for passes_left in range(min(passes, canvas.count(mask)), 0, -1):
         canvas_logits = logits(canvas)
         canvas_logits[:, mask] = -math.inf
-        probabilities, best = (values.tolist() for values in canvas_logits.softmax(-1).max(-1))
-        positions = [at for at, token in enumerate(canvas) if token == mask]
-        for at in sorted(positions, key=lambda at: (-probabilities[at], at))[
+        probabilities, best_tokens = (values.tolist() for values in canvas_logits.softmax(-1).max(-1))
+        positions = [position for position, token in enumerate(canvas) if token == mask]
+        for position in sorted(positions, key=lambda position: (-probabilities[position], position))[
             : math.ceil(len(positions) / passes_left)
         ]:
-            canvas[at] = best[at]
+            canvas[position] = best_tokens[position]
     return canvas
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ByDiffusion:
     """A refiller by a masked-diffusion model. ``model(input_ids=[1, T]).logits`` are [1, T, V] and depend on
-    both sides. ``passes``: for each gap. ``shift``: 1 where the logits at a position are of the next token
-    (Dream, which began as an autoregressive model)."""
+    both sides. ``passes`` is their number for each gap. ``shift`` is 1 if the logits at a position are of the
+    next token, as in Dream, which began as an autoregressive model."""
 
     model: Any
     tokenizer: Any
@@ -49,7 +50,7 @@ class ByDiffusion:
     shift: int = 0
 
     def __call__(self, left: str, original: str, right: str, budget: int) -> str:
-        prompt = self._tokenize_prompt(messages(left, original, right, budget))
+        prompt = self._tokenize_prompt(build_messages(left, original, right, budget))
         canvas = infill(
             lambda canvas: self._compute_logits(prompt, canvas), [self.mask] * budget, self.mask, self.passes
         )
@@ -69,14 +70,14 @@ class ByDiffusion:
         with torch.no_grad():
             tokens = torch.tensor([[*prompt, *canvas]], device=self.model.device)
             logits = self.model(input_ids=tokens).logits[0].float()
-        first = len(prompt) - self.shift
-        return logits[first : first + len(canvas)]
+        start = len(prompt) - self.shift  # with a shift, the logits of a token stand one position before it
+        return logits[start : start + len(canvas)]
 
 
 def load_refiller(folder: Path, passes: int = 16) -> ByDiffusion:
-    """Load the checkpoint in ``folder``, with the Python code that its config.json names, if any: these
-    models have code of their own. Raises ValueError for a model without a mask token, and without
-    transformers."""
+    """Load the checkpoint in ``folder``. The Python code that its config.json names is run, since these
+    models have code of their own. Raises ValueError for a folder without a readable config.json, for a model
+    without a mask token, and without transformers."""
     try:
         from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, AutoTokenizer
     except ModuleNotFoundError:
@@ -89,8 +90,8 @@ def load_refiller(folder: Path, passes: int = 16) -> ByDiffusion:
         raise ValueError(
             f"{folder} holds no checkpoint ({error}); give the folder of a masked-diffusion model"
         ) from error
-    loading = {"trust_remote_code": True, "local_files_only": True}
-    tokenizer, config = (kind.from_pretrained(folder, **loading) for kind in (AutoTokenizer, AutoConfig))
+    load_options = {"trust_remote_code": True, "local_files_only": True}
+    tokenizer, config = (kind.from_pretrained(folder, **load_options) for kind in (AutoTokenizer, AutoConfig))
     mask = fields.get("mask_token_id")
     mask = tokenizer.mask_token_id if mask is None else mask
     if mask is None:
@@ -100,6 +101,6 @@ def load_refiller(folder: Path, passes: int = 16) -> ByDiffusion:
         )
     is_masked_lm = "AutoModelForMaskedLM" in fields.get("auto_map", {"AutoModelForMaskedLM": ""})
     kind = AutoModelForMaskedLM if is_masked_lm else AutoModel
-    model = kind.from_pretrained(folder, config=config, dtype="auto", **loading).eval()
+    model = kind.from_pretrained(folder, config=config, dtype="auto", **load_options).eval()
     shift = int(fields.get("model_type", "").lower().startswith("dream"))
     return ByDiffusion(model=model, tokenizer=tokenizer, mask=mask, passes=passes, shift=shift)

@@ -1,4 +1,4 @@
-"""Numbers, dates and names of a text: what a shortened text may contain, and relative dates made absolute.
+"""Find numbers, dates and names of a text, which a shortened text may contain; resolve relative dates.
 
     find_unsupported(refill, original)  the facts of ``refill`` that ``original`` lacks, normalised
     absolute(text, day)                 "yesterday", of a chat of 8 May 2023, becomes "7 May 2023"
@@ -14,28 +14,30 @@ from collections.abc import Iterator
 from datetime import date, timedelta
 
 
-def words_of(text: str) -> list[str]:
+def split_words(text: str) -> list[str]:
     return text.split()
 
 
-MONTHS = words_of("january february march april may june july august september october november december")
-DAYS = words_of("monday tuesday wednesday thursday friday saturday sunday")
-_UNITS = words_of(
+MONTHS = split_words("january february march april may june july august september october november december")
+DAYS = split_words("monday tuesday wednesday thursday friday saturday sunday")
+_UNITS = split_words(
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
     "seventeen eighteen nineteen"
 )
-_TENS = words_of("twenty thirty forty fifty sixty seventy eighty ninety")
-_ORDINALS = words_of(
+_TENS = split_words("twenty thirty forty fifty sixty seventy eighty ninety")
+_ORDINALS = split_words(
     "zeroth first second third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth thirteenth "
     "fourteenth fifteenth sixteenth seventeenth eighteenth nineteenth"
 )
 SPELLED = {word: n for n, word in enumerate(_UNITS)} | {word: 10 * n for n, word in enumerate(_TENS, 2)}
 SPELLED |= {"dozen": 12, "hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9}
-_ORDINAL = {word: n for n, word in enumerate(_ORDINALS) if n > 3}  # "second" and "third": other meanings too
+_ORDINAL_VALUES = {
+    word: n for n, word in enumerate(_ORDINALS) if n > 3
+}  # "second" and "third": other meanings too
 
 # Words that begin a sentence, or always have a capital letter, and are no names.
 PLAIN = frozenset(
-    words_of(
+    split_words(
         """
         a about after again all also although always am an and another any are as ask at be because before
         both but by can could did do does each either else even every everyone everything few finally
@@ -68,7 +70,7 @@ _DATES = tuple(
 Date = tuple[int, int, int]  # year, month, day; 0 for what is not given
 
 
-def numbers(text: str) -> set[str]:
+def find_numbers(text: str) -> set[str]:
     """Return the numbers of a text in a normal form: "1,000.50" is 1000.5, "seven" and "7th" are 7, "B12" is
     b12."""
     normal_forms = set()
@@ -109,10 +111,10 @@ def _parse_spelled(word: str) -> Iterator[int]:
         yield SPELLED[tens] + (_UNITS if unit in _UNITS else _ORDINALS).index(unit)
         return
     for part in re.split(r"[-.,:'\u2019&]", word):
-        yield from (table[part] for table in (SPELLED, _ORDINAL) if part in table)
+        yield from (table[part] for table in (SPELLED, _ORDINAL_VALUES) if part in table)
 
 
-def dates(text: str) -> set[Date]:
+def find_dates(text: str) -> set[Date]:
     """Return the valid dates of a text that have a month."""
     all_dates = set()
     for pattern in _DATES:
@@ -129,9 +131,9 @@ def _parse_month(name: str) -> int:
     return next(n for n, month in enumerate(MONTHS, 1) if month.startswith(name.lower()[:3]))
 
 
-def names(text: str) -> set[str]:
-    """Return words with a capital letter, but not the ordinary first words of sentences, and parts of them;
-    days and months too."""
+def find_names(text: str) -> set[str]:
+    """Return the parts of words with a capital letter, in lower case. Numbers in words are left out, and so
+    are ordinary words (``PLAIN``), which have a capital letter at the beginning of a sentence only."""
     parts = set()
     for match in _WORD.finditer(text):
         word = match[0]
@@ -141,7 +143,7 @@ def names(text: str) -> set[str]:
 
 
 def words(text: str) -> set[str]:
-    """Return all words in the form of ``names``."""
+    """Return the parts of all words, in the form of ``find_names``."""
     return {part for match in _WORD.finditer(text) for part in _split_word(match[0])}
 
 
@@ -150,21 +152,23 @@ def _split_word(word: str) -> Iterator[str]:
     yield from (part for part in re.split(r"['\u2019.\-&]", word) if part and not part.isdecimal())
 
 
-def find_unsupported(refill: str, original: str, also: str = "") -> list[str]:
-    """Return numbers, dates and names of ``refill`` that occur neither in ``original`` nor in ``also`` (a
-    speaker, a resolved date), sorted. A date is supported by a date of the original that agrees with it and
-    may be more exact."""
-    source = f"{original}\n{also}"
-    source_dates = dates(source)
+def find_unsupported(refill: str, original: str, context: str = "") -> list[str]:
+    """Return numbers, dates and names of ``refill`` that occur neither in ``original`` nor in ``context`` (a
+    speaker, a resolved date), sorted. A date is supported by a date that agrees with it and may be more
+    exact."""
+    source = f"{original}\n{context}"
+    source_dates = find_dates(source)
     false_dates = (
         "-".join(map(str, refill_date))
-        for refill_date in dates(refill)
+        for refill_date in find_dates(refill)
         if not any(
             all(a in (0, b) for a, b in zip(refill_date, source_date, strict=True))
             for source_date in source_dates
         )
     )
-    return sorted({*(numbers(refill) - numbers(source)), *false_dates, *(names(refill) - words(source))})
+    return sorted(
+        {*(find_numbers(refill) - find_numbers(source)), *false_dates, *(find_names(refill) - words(source))}
+    )
 
 
 _COUNTS = {"a": 1, "an": 1, "one": 1, "two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7}
@@ -183,8 +187,8 @@ _RELATIVE = re.compile(
 )
 
 
-def day_of(text: str) -> date | None:
-    """Parse "2023-05-08" as a date; None for "". Raises ValueError for a text that is no date."""
+def parse_day(text: str) -> date | None:
+    """Parse the first ten characters ("2023-05-08") as a date; None for "". Raises ValueError for others."""
     try:
         return date.fromisoformat(text[:10]) if text else None
     except ValueError:
@@ -195,17 +199,17 @@ def format_day(day: date) -> str:
     return f"{day.day} {MONTHS[day.month - 1].capitalize()} {day.year}"
 
 
-def absolute(text: str, day: date | None) -> str:
+def resolve_dates(text: str, day: date | None) -> str:
     """Return ``text`` with dates that are relative to ``day`` written out; unchanged without a day.
 
-    A phrase that is more than one day is put beside the day instead: "last week" becomes "the week before 8
-    May 2023".
+    A period of several days is given relative to the day: "last week" becomes "the week before 8 May 2023".
     """
-    return text if day is None else _RELATIVE.sub(lambda match: _resolve(match, day), text)
+    return text if day is None else _RELATIVE.sub(lambda match: _resolve_match(match, day), text)
 
 
-def _resolve(match: re.Match[str], day: date) -> str:
-    """Replace a relative date; unchanged where the result is outside of the years 1 to 9999."""
+def _resolve_match(match: re.Match[str], day: date) -> str:
+    """Return the replacement of a relative date; the phrase itself if the years 1 to 9999 do not have the
+    date."""
     fields, day_text = match.groupdict(), format_day(day)
     try:
         if fields["yester"]:
@@ -236,8 +240,8 @@ def _resolve_phrase(phrase: str, day: date) -> str:
 
 
 def _shift_day(count: str, unit: str, day: date, sign: int) -> str:
-    """Write the day that is ``count`` days before (``sign`` < 0) or after ``day``; for other units, and for a
-    few days, a phrase relative to ``day``."""
+    """Format the day that is ``count`` days before (``sign`` < 0) or after ``day``. Other units, and "a few
+    days", give a phrase relative to ``day``. Raises OverflowError for a day that ``date`` cannot hold."""
     count = " ".join(count.lower().split())
     n = int(count) if count.isdecimal() else _COUNTS[count]
     if n and unit == "day":

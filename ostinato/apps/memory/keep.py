@@ -1,9 +1,10 @@
-"""A memory within a budget: append, and where it is too long mask, allocate and refill.
+"""A memory within a budget: append a turn; if the memory is too long, mask, allocate and refill.
 
-    append    the turn's pieces become blocks, verbatim; within the budget nothing else happens
-    mask      blocks outside the recent window that matter least for their length and age, ties by id
-    allocate  the levels of these blocks that are worth most in the remaining room
-    refill    each from its original, never from its shortened text; checked, else an extract
+    append    make verbatim blocks of the turn's pieces; within the budget nothing else happens
+    mask      choose the blocks outside the recent window that matter least for their length and age
+    allocate  choose the levels of these blocks that are worth most in the remaining room
+    refill    shorten each from its original, never from a shortened text; a text that fails the checks is
+              replaced by an extract
 
 The budget holds after every append, by construction: pieces, window and pins are limited so that all other
 blocks can always be dropped.
@@ -18,16 +19,16 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from ostinato.apps.memory.blocks import LEVELS, Block, MemoryState, Originals, Turn, line
-from ostinato.apps.memory.facts import absolute, day_of, find_unsupported
-from ostinato.apps.memory.importance import Importance, find_mentioned, lexical, score_text
-from ostinato.apps.memory.refill import Refiller, extract
+from ostinato.apps.memory.blocks import LEVELS, Block, MemoryState, Originals, Turn, format_line
+from ostinato.apps.memory.facts import find_unsupported, parse_day, resolve_dates
+from ostinato.apps.memory.importance import Importance, find_mentioned, score_blocks, score_text
+from ostinato.apps.memory.refill import Refiller, make_extract
 
 COMPRESSIBILITY = 0.3  # tau as a share of the tokens of the original
 
 
-def utility(score: float, whole: int, tokens: float | np.ndarray) -> float | np.ndarray:
-    """The utility of ``tokens`` tokens of a block of ``whole`` tokens and importance ``score``."""
+def compute_utility(score: float, whole: int, tokens: float | np.ndarray) -> float | np.ndarray:
+    """Compute the utility of ``tokens`` tokens of a block of ``whole`` tokens and importance ``score``."""
     return score * -np.expm1(-np.asarray(tokens, np.float64) / (COMPRESSIBILITY * max(whole, 1)))
 
 
@@ -37,23 +38,26 @@ def allocate(
     """Return the index of an option (a number of tokens) for each block, so that together they fit into
     ``room`` and have the greatest utility.
 
-    Every block needs an option of 0; ValueError otherwise. Between choices of exactly the same utility, more
-    tokens go to the earlier block. Time and memory: blocks x options x room.
+    Raises ValueError for a block without an option of 0, and for a ``room`` below 0. Of choices with exactly
+    the same utility, the one with more tokens for the earlier block is taken. Time and memory are in
+    proportion to blocks x options x room.
     """
     if any(0 not in counts for counts in options) or room < 0:
         raise ValueError(
             f"a room of {room} tokens for options {[list(counts) for counts in options]}; each needs a 0"
         )
-    best = np.zeros(room + 1)  # [c]: utility of the blocks from the last one back, within c tokens
+    best_utilities = np.zeros(room + 1)  # [c]: utility of the blocks from the last one back, within c tokens
     choices: list[np.ndarray] = []
     for score, whole, counts in reversed(list(zip(scores, wholes, options, strict=True))):
         utilities = np.full((len(counts), room + 1), -np.inf)
         for k, tokens in enumerate(counts):
             if tokens <= room:
-                utilities[k, tokens:] = best[: room + 1 - tokens] + utility(score, whole, tokens)
-        order = np.argsort([-tokens for tokens in counts], kind="stable")
-        choices.append(order[np.argmax(utilities[order], axis=0)])
-        best = utilities.max(axis=0)
+                utilities[k, tokens:] = best_utilities[: room + 1 - tokens] + compute_utility(
+                    score, whole, tokens
+                )
+        option_order = np.argsort([-tokens for tokens in counts], kind="stable")
+        choices.append(option_order[np.argmax(utilities[option_order], axis=0)])
+        best_utilities = utilities.max(axis=0)
     indices, remaining = [], room
     for choice, counts in zip(reversed(choices), options, strict=True):
         indices.append(int(choice[remaining]))
@@ -80,8 +84,8 @@ class Sizes:
 
     @classmethod
     def of(cls, budget: int, recent: int = 0, per_block: int = 0) -> Sizes:
-        """Choose sizes: a window of a third of the budget unless it is given, pieces of an eighth and 96
-        tokens at most."""
+        """Choose sizes: a window of a third of the budget unless it is given, pieces of an eighth, but
+        of 96 tokens at most. Raises ValueError for a budget or a window that is too small."""
         recent = recent or budget // 3
         return cls(budget=budget, recent=recent, piece=min(96, budget // 8, recent), per_block=per_block)
 
@@ -129,13 +133,13 @@ class Gap:
 
 @dataclass(slots=True, kw_only=True)
 class Memory:
-    """The functions that keep states of memory. It has no state itself but ``counters`` of its work
-    (``memory/{rewritten,gone,unsupported,too_long,read,wrote}``, the last two in tokens)."""
+    """The functions that make one state of a memory from another. They store originals, and add to
+    ``counters`` (``memory/{rewritten,gone,unsupported,too_long,read,wrote}``, the last two in tokens)."""
 
     sizes: Sizes
     count: Callable[[str], int]
     originals: Originals
-    importance: Importance = lexical
+    importance: Importance = score_blocks
     refiller: Refiller | None = None  # None: extracts
     whole: Callable[[MemoryState], int] | None = None  # tokens of a state in the caller's own form
     on_block: Callable[[Block], None] = lambda block: None  # called with every new piece
@@ -144,25 +148,28 @@ class Memory:
     # -- for callers
 
     def append(self, state: MemoryState, turn: Turn) -> MemoryState:
-        """Append a turn and bring the state within the budget. Raises ValueError for a pin for which there is
-        no room, and for a ``count`` that gives no numbers of tokens."""
+        """Append a turn (see ``append_blocks``) and bring the state within the budget. Raises ValueError for
+        a day that is no date, for pins without room, and for a ``count`` that gives no numbers of tokens or
+        too large ones."""
         return self.fit(self.append_blocks(state, turn))
 
     def pin(self, state: MemoryState, id: int) -> MemoryState:
-        """Keep the block verbatim from now on. Raises ValueError where it is not in the context, or there is
-        no room for it beside other pins."""
-        block = state.block(id)
+        """Restore the block and keep it verbatim from now on. Raises ValueError if it is not in the context,
+        or if there is no room for it beside other pins."""
+        block = state.find_block(id)
         if block is None:
             raise ValueError(f"the memory has no block {id} in the context; restore it first")
         return self.restore(state, replace(block, pinned=True))
 
     def unpin(self, state: MemoryState, id: int) -> MemoryState:
+        """Allow a block to be shortened again. An id that is not in the context changes nothing."""
         blocks = tuple(replace(block, pinned=False) if block.id == id else block for block in state.blocks)
         return replace(state, blocks=blocks)
 
     def restore(self, state: MemoryState, block: Block) -> MemoryState:
-        """Put ``block``, which may be shortened or gone, back at its place with its original; other blocks
-        make room."""
+        """Put ``block``, which may be shortened or gone, back at its place with its original, as a use of it.
+        Other blocks make room. Raises ValueError if there is no room for it, KeyError without its
+        original."""
         text = self.originals.get(block.source)
         restored_block = replace(
             block, text=text, tokens=block.whole, level=0, uses=block.uses + 1, used_at=state.turns
@@ -172,10 +179,11 @@ class Memory:
         blocks = tuple(sorted([*others, restored_block], key=lambda member: member.id))
         return self.fit(replace(state, blocks=blocks), frozenset([block.id]))
 
-    def fit(self, state: MemoryState, keep: frozenset[int] = frozenset()) -> MemoryState:
-        """Bring the state within the budget; blocks of ``keep`` (one piece at most) stay as they are."""
+    def fit(self, state: MemoryState, fixed_ids: frozenset[int] = frozenset()) -> MemoryState:
+        """Bring the state within the budget. The blocks ``fixed_ids`` (one piece at most) stay as they are.
+        Raises ValueError if the other blocks cannot make room."""
         while self.measure(state) > self.sizes.budget:
-            gaps = self.plan(state, keep)
+            gaps = self.plan(state, fixed_ids)
             state = self.apply(state, gaps, [self._refill(gap) for gap in gaps if gap.budget])
         return state
 
@@ -185,14 +193,16 @@ class Memory:
     # -- steps of a fit
 
     def append_blocks(self, state: MemoryState, turn: Turn) -> MemoryState:
-        """Append the pieces of the turn, whatever the budget; blocks that it speaks of count as used."""
-        day_of(turn.day)
+        """Append the pieces of the turn as blocks, whatever the budget. Their originals are stored,
+        ``on_block`` is called with each, and blocks that the turn mentions count as used. Raises ValueError
+        as ``append``."""
+        parse_day(turn.day)  # raises its error before anything is stored
         used_ids = find_mentioned(state.blocks, turn.text)
         old_blocks = [
             replace(block, uses=block.uses + 1, used_at=state.turns) if block.id in used_ids else block
             for block in state.blocks
         ]
-        pieces = split(turn.text, lambda text: self._count_verbatim(turn, text) <= self.sizes.piece)
+        pieces = split_text(turn.text, lambda text: self._count_verbatim(turn, text) <= self.sizes.piece)
         sources = [self.originals.put(piece) for piece in pieces]
         last = old_blocks[-1] if old_blocks and old_blocks[-1].id == state.next_id - 1 else None
         if last is not None and sources:
@@ -224,16 +234,16 @@ class Memory:
         )
 
     def measure(self, state: MemoryState) -> int:
-        """Tokens of the context in the caller's form; without it the larger of two counts: of all lines
-        together and line by line."""
+        """Count the tokens of the context in the caller's form. Without such a form, the count is the larger
+        one of two: of all lines together, and line by line."""
         if self.whole is not None:
             return self.whole(state)
-        verbatim = sum(not block.level for block in state.blocks)
-        return max(state.tokens, self._count(state.text) + self.sizes.per_block * verbatim)
+        verbatim_count = sum(not block.level for block in state.blocks)
+        return max(state.tokens, self._count(state.text) + self.sizes.per_block * verbatim_count)
 
-    def recent(self, state: MemoryState) -> set[int]:
-        """Ids of the recent window: the newest blocks, none missing or shortened, of ``sizes.recent`` tokens
-        at most together."""
+    def find_recent_ids(self, state: MemoryState) -> set[int]:
+        """Return the ids of the recent window: the newest blocks up to one that is missing or shortened, of
+        ``sizes.recent`` tokens together at most."""
         remaining = self.sizes.recent
         for age, block in enumerate(reversed(state.blocks), 1):
             remaining -= block.tokens
@@ -242,11 +252,11 @@ class Memory:
         return {block.id for block in state.blocks}
 
     def choose_candidates(
-        self, state: MemoryState, need: int, keep: frozenset[int] = frozenset()
+        self, state: MemoryState, excess_tokens: int, fixed_ids: frozenset[int] = frozenset()
     ) -> list[Candidate]:
-        """Choose the blocks that matter least for their length and age, in that order: ``at_once`` of them,
-        or as many more as it takes to free ``need`` tokens."""
-        window = self.recent(state) | keep
+        """Choose the blocks that matter least for their length and age, in that order. There are ``at_once``
+        of them, or more if these have fewer than ``excess_tokens`` tokens; fewer if no more may be masked."""
+        window = self.find_recent_ids(state) | fixed_ids
         free_blocks = [block for block in state.blocks if not block.pinned and block.id not in window]
         ages = [0.5 ** ((state.turns - block.used_at) / self.sizes.half_life) for block in free_blocks]
         scores = [score * age for score, age in zip(self.importance(state, free_blocks), ages, strict=True)]
@@ -257,25 +267,25 @@ class Memory:
         candidates: list[Candidate] = []
         freed_tokens = 0
         for k in order:
-            if len(candidates) >= self.sizes.at_once and freed_tokens >= need:
+            if len(candidates) >= self.sizes.at_once and freed_tokens >= excess_tokens:
                 break
             candidates.append(self._make_candidate(free_blocks[k], scores[k]))
             freed_tokens += free_blocks[k].tokens
         return candidates
 
-    def plan(self, state: MemoryState, keep: frozenset[int] = frozenset()) -> list[Gap]:
-        """Mask and allocate: return the gaps to be written again, in order of time. Raises ValueError where
-        no block may be dropped."""
+    def plan(self, state: MemoryState, fixed_ids: frozenset[int] = frozenset()) -> list[Gap]:
+        """Mask blocks and allocate their room. Return the gaps to be written again, in order of time. Raises
+        ValueError if no block may be masked."""
         total = self.measure(state)
-        need = total - math.floor(self.sizes.budget * (1 - self.sizes.slack))
-        candidates = self.choose_candidates(state, need, keep)
+        excess_tokens = total - math.floor(self.sizes.budget * (1 - self.sizes.slack))
+        candidates = self.choose_candidates(state, excess_tokens, fixed_ids)
         if not candidates:
             raise ValueError(
                 f"count gives {total} tokens for a memory of {len(state.blocks)} blocks that have "
                 f"{state.tokens} one by one, which the budget of {self.sizes.budget} cannot hold; "
                 "raise it, or use a count that grows with the text"
             )
-        room = max(0, sum(candidate.block.tokens for candidate in candidates) - need)
+        room = max(0, sum(candidate.block.tokens for candidate in candidates) - excess_tokens)
         option_indices = allocate(
             [candidate.score for candidate in candidates],
             [candidate.block.whole for candidate in candidates],
@@ -290,8 +300,9 @@ class Memory:
         return sorted(gaps, key=lambda gap: gap.block.id)
 
     def apply(self, state: MemoryState, gaps: Sequence[Gap], texts: Sequence[str]) -> MemoryState:
-        """Fill the gaps that have a budget with ``texts``, in order, where these fit and have no fact that
-        the original lacks; else with extracts. A block without a fitting extract is dropped."""
+        """Fill the gaps that have a budget with ``texts``, in order. A text that does not fit, or has a fact
+        that its original lacks, is replaced by an extract. A block without a budget or a fitting extract is
+        dropped."""
         remaining_texts = iter(texts)
         block_of = {
             gap.block.id: self._fill(gap, next(remaining_texts)) if gap.budget else None for gap in gaps
@@ -301,29 +312,31 @@ class Memory:
         blocks = (block_of.get(block.id, block) for block in state.blocks)
         return replace(state, blocks=tuple(block for block in blocks if block is not None))
 
-    def faults(self, gap: Gap, text: str) -> list[str]:
+    def find_faults(self, gap: Gap, text: str) -> list[str]:
         """Return numbers, dates and names of a refill that its original lacks."""
-        also = f"{gap.original}\n{gap.block.speaker}"
-        return find_unsupported(text, self.originals.get(gap.block.source), also)
+        context = f"{gap.original}\n{gap.block.speaker}"
+        return find_unsupported(text, self.originals.get(gap.block.source), context)
 
     # -- details
 
     def _make_candidate(self, block: Block, score: float) -> Candidate:
-        """Make a candidate; its levels are those at which there is at least an extract."""
+        """Make a candidate with the levels that an extract at least fits into, and the last."""
         levels, options, text = [block.level], [block.tokens], self._resolve_dates(block)
         for level in range(block.level + 1, GONE):
             tokens = math.ceil(LEVELS[level] * block.whole)
-            if self.sizes.least <= tokens < options[-1] and extract(text, self._make_fit_test(block, tokens)):
+            if self.sizes.least <= tokens < options[-1] and make_extract(
+                text, self._make_fit_test(block, tokens)
+            ):
                 levels.append(level)
                 options.append(tokens)
         return Candidate(block=block, score=score, levels=(*levels, GONE), options=(*options, 0))
 
-    def _make_gap(self, candidate: Candidate, option: int) -> Gap:
+    def _make_gap(self, candidate: Candidate, option_index: int) -> Gap:
         block, get = candidate.block, self.originals.get
-        budget = candidate.options[option]
+        budget = candidate.options[option_index]
         return Gap(
             block=block,
-            level=candidate.levels[option],
+            level=candidate.levels[option_index],
             budget=budget,
             room=max(0, budget - self._count_line(block.speaker, "")),
             left=get(block.before)[-SIGHT:] if block.before else "",
@@ -332,15 +345,16 @@ class Memory:
         )
 
     def _resolve_dates(self, block: Block) -> str:
-        """The original of a block with absolute dates, which is the text to shorten."""
-        return absolute(self.originals.get(block.source), day_of(block.day))
+        """Return the text to shorten: the original of a block, with absolute dates."""
+        return resolve_dates(self.originals.get(block.source), parse_day(block.day))
 
     def _make_fit_test(self, block: Block, tokens: int) -> Callable[[str], bool]:
         return lambda text: self._count_line(block.speaker, text) <= tokens
 
     def _fill(self, gap: Gap, text: str) -> Block | None:
-        """Return the block with ``text``, or else with an extract, that fits and has no fact which the
-        original lacks; None where there is no such text."""
+        """Return the block with ``text``, or with an extract if the text is no good. A good text fits and has
+        no fact that the original lacks. Return None if the extract is not good either. Counts what was read
+        and written, and texts that were refused."""
         fits = self._make_fit_test(gap.block, gap.budget)
         self.counters["memory/read"] += sum(map(self._count, (gap.left, gap.original, gap.right)))
         text = " ".join(text.split())
@@ -348,11 +362,11 @@ class Memory:
         if text and not fits(text):
             self.counters["memory/too_long"] += 1
             text = ""
-        if text and self.faults(gap, text):
+        if text and self.find_faults(gap, text):
             self.counters["memory/unsupported"] += 1
             text = ""
-        text = text or extract(gap.original, fits)
-        if not text or not fits(text) or self.faults(gap, text):
+        text = text or make_extract(gap.original, fits)
+        if not text or not fits(text) or self.find_faults(gap, text):
             return None
         tokens = self._count_line(gap.block.speaker, text)
         return replace(gap.block, text=text, level=gap.level, tokens=tokens)
@@ -366,10 +380,10 @@ class Memory:
             )
 
     def _count_verbatim(self, turn: Turn, text: str) -> int:
-        return self._count(line(turn.speaker, text, turn.day)) + self.sizes.per_block
+        return self._count(format_line(turn.speaker, text, turn.day)) + self.sizes.per_block
 
     def _count_line(self, speaker: str, text: str) -> int:
-        return self._count(line(speaker, text))
+        return self._count(format_line(speaker, text))
 
     def _count(self, text: str) -> int:
         tokens = self.count(text)
@@ -378,9 +392,9 @@ class Memory:
         return tokens
 
 
-def split(text: str, fits: Callable[[str], bool]) -> list[str]:
-    """Split ``text`` into pieces for each of which ``fits``; joined they are the text. It is halved at ends
-    of paragraphs, sentences or words where there are any. Raises ValueError where not even a character
+def split_text(text: str, fits: Callable[[str], bool]) -> list[str]:
+    """Split ``text`` into pieces that fit. Joined they are the text; an empty text has none. The text is
+    halved at ends of paragraphs, sentences or words if it has any. Raises ValueError if not even a character
     fits."""
     if fits(text):
         return [text] if text else []
@@ -390,7 +404,7 @@ def split(text: str, fits: Callable[[str], bool]) -> list[str]:
             "another count"
         )
     cut = _find_cut(text)
-    return [*split(text[:cut], fits), *split(text[cut:], fits)]
+    return [*split_text(text[:cut], fits), *split_text(text[cut:], fits)]
 
 
 def _find_cut(text: str) -> int:
@@ -404,6 +418,7 @@ def _find_cut(text: str) -> int:
 
 
 def _find_marks(text: str, mark: str, low: int, high: int) -> Generator[int]:
+    """Yield the places from ``low`` to ``high`` at which ``mark`` begins."""
     place = text.find(mark, low, high)
     while place >= 0:
         yield place

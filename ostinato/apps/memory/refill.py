@@ -1,5 +1,5 @@
-"""The texts that fill gaps. A ``Refiller`` gets the original, and a little of the text before and behind it;
-``keep.Memory`` checks what it writes, and takes an extract of the original instead where that fails."""
+"""The texts that fill gaps. A ``Refiller`` gets the original, and a little of the text before and behind it.
+``keep.Memory`` checks the text that it writes, and replaces a bad one by an extract of the original."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ostinato.apps.memory.facts import MONTHS, PLAIN, dates, names, numbers, words_of
+from ostinato.apps.memory.facts import MONTHS, PLAIN, find_dates, find_names, find_numbers, split_words
 from ostinato.control_tokens import strip_thinking
 
 _SENTENCE = re.compile(r"[^.!?\n]*(?:[.!?](?=\S)[^.!?\n]*)*[.!?]*\n*\s*")
 FILLER = frozenset(
-    words_of(
+    split_words(
         """
         a an the well really just so very quite hey oh wow um uh actually basically literally that there
         is are was were am be been being do does did have has had to also then it's i'm you know like of
@@ -27,7 +27,7 @@ FILLER = frozenset(
 )  # no negations, which would change the meaning
 
 
-FEWEST = 3  # words of an extract that is less than a sentence
+MIN_WORDS = 3  # of an extract that is less than a sentence
 
 
 class Refiller(Protocol):
@@ -37,10 +37,10 @@ class Refiller(Protocol):
     def __call__(self, left: str, original: str, right: str, budget: int) -> str: ...
 
 
-def extract(original: str, fits: Callable[[str], bool]) -> str:
-    """Return a part of ``original`` for which ``fits``, in its order: the sentences with the most facts for
-    their length, complete or without fillers. Where the best sentence does not fit in either form, its most
-    important words."""
+def make_extract(original: str, fits: Callable[[str], bool]) -> str:
+    """Return a part of ``original`` that fits, in its order: the sentences with the most facts for their
+    length, complete or without fillers. If the best sentence fits in neither form, its most important words
+    stand for it. Returns "" if nothing fits."""
     sentences = [piece.strip() for piece in _SENTENCE.findall(original) if piece.strip()]
     order = sorted(range(len(sentences)), key=lambda k: (-_measure_density(sentences[k]), k))
     pieces: dict[int, str] = {}
@@ -48,9 +48,9 @@ def extract(original: str, fits: Callable[[str], bool]) -> str:
     def join_pieces(extra: int, text: str) -> str:
         return " ".join(piece for _, piece in sorted({**pieces, extra: text}.items()))
 
-    for place, k in enumerate(order):
-        words = () if place else (_choose_words(sentences[k], fits),)  # of the best sentence alone
-        for text in (sentences[k], terse(sentences[k]), *words):
+    for rank, k in enumerate(order):
+        words = () if rank else (_choose_words(sentences[k], fits),)  # of the best sentence alone
+        for text in (sentences[k], drop_fillers(sentences[k]), *words):
             if text and fits(join_pieces(k, text)):
                 pieces[k] = text
                 break
@@ -58,9 +58,9 @@ def extract(original: str, fits: Callable[[str], bool]) -> str:
 
 
 def _choose_words(sentence: str, fits: Callable[[str], bool]) -> str:
-    """Return the most important words, as many as fit, in their order; "" for fewer than ``FEWEST``."""
+    """Return the most important words, as many as fit, in their order; "" for fewer than ``MIN_WORDS``."""
     parts = sentence.split()
-    ranks = [_rank_word(part, first=not k) for k, part in enumerate(parts)]
+    ranks = [_rank_word(part, is_first=not k) for k, part in enumerate(parts)]
     for k, part in enumerate(parts):
         if part.casefold().strip(",.") in MONTHS:  # with the day before or behind the month
             ranks[max(0, k - 1) : k + 2] = [min(rank, 1) for rank in ranks[max(0, k - 1) : k + 2]]
@@ -70,33 +70,33 @@ def _choose_words(sentence: str, fits: Callable[[str], bool]) -> str:
         middle = (low + high + 1) // 2
         text = " ".join(parts[k] for k in sorted(order[:middle]))
         low, high = (middle, high) if fits(text) else (low, middle - 1)
-    return " ".join(parts[k] for k in sorted(order[:low])) if low >= FEWEST else ""
+    return " ".join(parts[k] for k in sorted(order[:low])) if low >= MIN_WORDS else ""
 
 
-def _rank_word(word: str, first: bool) -> int:
+def _rank_word(word: str, is_first: bool) -> int:
     """Rank a word: 3 for names, numbers and negations, 2 for other content, 1 for months and years, 0 for
     fillers."""
-    plain = word.casefold().strip(",.!?;:\"'()")
-    if plain in MONTHS or re.fullmatch(r"(?:19|20)\d\d", plain):
+    bare_word = word.casefold().strip(",.!?;:\"'()")
+    if bare_word in MONTHS or re.fullmatch(r"(?:19|20)\d\d", bare_word):
         return 1
     if (
         any(char.isdecimal() for char in word)
-        or plain in ("no", "not", "never", "none")
-        or plain.endswith("n't")
+        or bare_word in ("no", "not", "never", "none")
+        or bare_word.endswith("n't")
     ):
         return 3
-    if plain in PLAIN or plain in FILLER:
+    if bare_word in PLAIN or bare_word in FILLER:
         return 0
-    return 3 if word[:1].isupper() and not first else 2
+    return 3 if word[:1].isupper() and not is_first else 2
 
 
 def _measure_density(sentence: str) -> float:
-    """Facts per word of a sentence, approximately."""
-    facts = len(numbers(sentence)) + len(dates(sentence)) + len(names(sentence))
+    """Estimate the facts per word of a sentence; a question counts less."""
+    facts = len(find_numbers(sentence)) + len(find_dates(sentence)) + len(find_names(sentence))
     return (facts + 0.5) / (3 + len(sentence.split())) * (0.7 if sentence.endswith("?") else 1.0)
 
 
-def terse(sentence: str) -> str:
+def drop_fillers(sentence: str) -> str:
     """Return a sentence without fillers, except those beside a number."""
     parts = sentence.split()
     has_digit = [any(char.isdecimal() for char in part) for part in parts]
@@ -115,9 +115,9 @@ INSTRUCTION = (
 )
 
 
-def messages(left: str, original: str, right: str, budget: int) -> list[dict[str, str]]:
-    """Return the request to a chat model. Its beginning is the same for every gap, so the prefix can be
-    shared."""
+def build_messages(left: str, original: str, right: str, budget: int) -> list[dict[str, str]]:
+    """Return the request to a chat model. Its system message is the same for every gap, so that the prefix
+    can be shared."""
     words = max(3, math.floor(0.7 * budget))
     context = "".join(
         f"{name}: {text}\n" for name, text in (("Before it", left), ("After it", right)) if text
@@ -136,15 +136,15 @@ def clean_answer(answer: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ByModel:
-    """A refiller by a chat model, with greedy sampling. A model that fails writes no text, so the gap gets an
-    extract; failures are counted (``memory/failed``)."""
+    """A refiller by a chat model, with greedy sampling. A failure of the model is counted (``memory/failed``)
+    and gives no text, so that the gap gets an extract."""
 
     chat: Callable[[list[dict[str, str]], int], str]  # messages, tokens of the answer at most
     counters: Counter[str]
 
     def __call__(self, left: str, original: str, right: str, budget: int) -> str:
         try:
-            return clean_answer(self.chat(messages(left, original, right, budget), budget))
+            return clean_answer(self.chat(build_messages(left, original, right, budget), budget))
         except (OSError, ValueError, LookupError, TypeError):  # no network, or an answer in another form
             self.counters["memory/failed"] += 1
             return ""
@@ -152,7 +152,8 @@ class ByModel:
 
 @dataclass(frozen=True, slots=True)
 class ChatModel:
-    """The chat model at ``url`` (".../v1"); ``key`` is sent where there is one."""
+    """The chat model at ``url`` (".../v1"). A call returns its answer, and raises OSError, ValueError,
+    LookupError or TypeError without one. An empty ``model`` or ``key`` is not sent."""
 
     url: str
     model: str = ""

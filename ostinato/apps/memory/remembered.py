@@ -15,21 +15,21 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from ostinato.apps.memory.chat import Chat, Message, chat_sizes, digests
+from ostinato.apps.memory.chat import Chat, Message, chat_sizes, hash_prefixes
 from ostinato.apps.memory.keep import Memory
 from ostinato.apps.memory.refill import Refiller
 from ostinato.apps.memory.sessions import Sessions
 from ostinato.apps.serve.calls import ApiError, json_of
 from ostinato.apps.serve.metrics import Metrics
 
-COUNTED = ("rewritten", "gone", "unsupported", "too_long", "failed", "read", "wrote")
+COUNTERS = ("rewritten", "gone", "unsupported", "too_long", "failed", "read", "wrote")
 
 
 @dataclass(slots=True, kw_only=True)
 class Remembered:
     """The chats of one server. ``count`` and ``measure`` return the tokens of a text, and of messages.
 
-    Raises ValueError for a budget too small for a chat.
+    Raises ValueError for a budget that is too small for a chat.
     """
 
     sessions: Sessions
@@ -42,13 +42,13 @@ class Remembered:
     _locks: dict[str, asyncio.Lock] = field(default_factory=lambda: defaultdict(asyncio.Lock))
 
     def __post_init__(self) -> None:
-        self._make_memory("")
+        self._make_memory("")  # raises its error for a budget that is too small
 
     def show(self, metrics: Metrics) -> None:
         """Add the counters of the memory to the metrics of a server."""
         read = lambda name: self.counters[f"memory/{name}"]  # noqa: E731
         metrics.show(
-            "memory", "Blocks rewritten and gone, refills refused, tokens read and written", COUNTED, read
+            "memory", "Blocks rewritten and gone, refills refused, tokens read and written", COUNTERS, read
         )
 
     async def shorten(
@@ -57,9 +57,14 @@ class Remembered:
         messages: Sequence[Message],
         measure: Callable[[Sequence[Message]], int] | None = None,
     ) -> tuple[str, list[Message]]:
-        """Return (session, its messages within the budget). Without a name the session is that with the most
-        of these messages, or a new one. Raises ApiError if the messages cannot be cut to the budget."""
-        name = session or self.sessions.best_match(digests(messages)) or f"chat-{secrets.token_hex(8)}"
+        """Return (session, its messages within the budget), and save the session. An empty name stands for
+        the session with the most of these messages, or for a new one. Raises ApiError for messages that
+        cannot be brought within the budget."""
+        name = (
+            session
+            or self.sessions.find_best_match(hash_prefixes(messages))
+            or f"chat-{secrets.token_hex(8)}"
+        )
         async with self._locks[name]:
             return name, await asyncio.to_thread(self._shorten, name, messages, measure or self.measure)
 
@@ -69,12 +74,12 @@ class Remembered:
         """Shorten the messages of a session, and save its state."""
         chat = Chat(memory=self._make_memory(name), budget=self.budget, measure=measure)
         if session_row := self.sessions.load(name):
-            chat.state, chat.seen = session_row
+            chat.state, chat.digest = session_row
         try:
             short_messages = chat.shorten(messages, day=datetime.now(UTC).date().isoformat())
         except ValueError as error:
             raise ApiError(str(error), param="messages", code="memory_budget") from error
-        self.sessions.save(name, chat.seen, chat.state)
+        self.sessions.save(name, chat.digest, chat.state)
         return short_messages
 
     def _make_memory(self, name: str) -> Memory:
@@ -88,8 +93,8 @@ class Remembered:
         )
 
     async def view(self, name: str) -> dict[str, Any]:
-        """Return the blocks in the context and those that are gone, with their originals. Raises ApiError 404
-        for an unknown session."""
+        """Return the blocks in the context and the newest of those that are gone, with their originals.
+        Raises ApiError 404 for an unknown session."""
         if (session_row := self.sessions.load(name)) is None:
             raise ApiError(
                 f"there is no session {name!r} in this memory", status=404, code="session_not_found"
@@ -113,8 +118,9 @@ class Remembered:
         }
 
     async def change(self, name: str, body: bytes) -> dict[str, Any]:
-        """Pin, unpin or restore a block; return the new view. Raises ApiError 400 if there is no room for
-        it."""
+        """Pin, unpin or restore a block as ``body`` says, save the session and return its new view. Raises
+        ApiError: 404 for an unknown session or block, 400 for another body or if there is no room for the
+        block."""
         document = json_of(body)
         if (
             not isinstance(document, dict)
@@ -125,10 +131,10 @@ class Remembered:
         ((action, id_),) = document.items()
         async with self._locks[name]:
             await self.view(name)
-            state, seen = self.sessions.load(name) or (None, "")
+            state, digest = self.sessions.load(name) or (None, "")
             assert state is not None
             is_id = type(id_) is int and 0 <= id_ < 2**63  # the integers of SQLite
-            block = (state.block(id_) or self.sessions.block(name, id_)) if is_id else None
+            block = (state.find_block(id_) or self.sessions.load_block(name, id_)) if is_id else None
             if block is None:
                 raise ApiError(f"session {name!r} has no block {id_!r}", param=action, status=404)
             memory = self._make_memory(name)
@@ -139,5 +145,5 @@ class Remembered:
                     state = memory.restore(state, replace(block, pinned=block.pinned or action == "pin"))
             except ValueError as error:
                 raise ApiError(str(error), param=action, code="memory_budget") from error
-            self.sessions.save(name, seen, state)
+            self.sessions.save(name, digest, state)
         return await self.view(name)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from ostinato.apps.memory.blocks import Block, MemoryState, source_of
+from ostinato.apps.memory.blocks import Block, MemoryState, hash_text
 from ostinato.database import open_database, sa
 
 TABLES = sa.MetaData()
@@ -45,7 +45,7 @@ class Sessions:
         self._db = open_database(file, TABLES, "a store of memories")
 
     def put(self, text: str) -> str:
-        source = source_of(text)
+        source = hash_text(text)
         self._db.put(ORIGINALS, {"source": source, "text": text.encode("utf-8", "surrogatepass")})
         return source
 
@@ -60,32 +60,34 @@ class Sessions:
         rows = self._db.rows(sa.select(SESSIONS).where(SESSIONS.c.name == name))
         return (MemoryState.from_json(json.loads(rows[0].state)), rows[0].seen) if rows else None
 
-    def best_match(self, seen: Sequence[str]) -> str:
-        """Return the session that has the most of these digests of messages; "" where no session has any."""
-        for digest in reversed(seen):
-            names = sa.select(sa.func.min(SESSIONS.c.name)).where(SESSIONS.c.seen == digest)
-            if (name := self._db.scalar(names)) is not None:
+    def find_best_match(self, digests: Sequence[str]) -> str:
+        """Return the session that ends with the latest of these ``digests`` of messages; "" if none does."""
+        for digest in reversed(digests):
+            first_name = sa.select(sa.func.min(SESSIONS.c.name)).where(SESSIONS.c.seen == digest)
+            if (name := self._db.scalar(first_name)) is not None:
                 return name
         return ""
 
     def add(self, name: str, block: Block) -> None:
-        """Store a new block of a session."""
+        """Store a block of a session, in the place of one with the same id."""
         self._db.put(BLOCKS, {"name": name, "id": block.id, "fields": json.dumps(asdict(block))}, ["fields"])
 
-    def save(self, name: str, seen: str, state: MemoryState) -> None:
-        row = {"name": name, "seen": seen, "state": json.dumps(state.to_json())}
+    def save(self, name: str, digest: str, state: MemoryState) -> None:
+        """Store the state of a session, with the digest of its messages, in the place of the state before."""
+        row = {"name": name, "seen": digest, "state": json.dumps(state.to_json())}
         self._db.put(SESSIONS, row, ["seen", "state"])
 
-    def list_gone(self, name: str, state: MemoryState, most: int = 200) -> list[Block]:
-        """Return the blocks of a session that are not in its context, the newest first."""
+    def list_gone(self, name: str, state: MemoryState, max_blocks: int = 200) -> list[Block]:
+        """Return blocks of a session that are not in its context, the newest first, ``max_blocks`` at
+        most."""
         query = sa.select(BLOCKS.c.fields).where(BLOCKS.c.name == name, BLOCKS.c.id < state.next_id)
-        rows = self._db.rows(query.order_by(BLOCKS.c.id.desc()).limit(most + len(state.blocks)))
+        rows = self._db.rows(query.order_by(BLOCKS.c.id.desc()).limit(max_blocks + len(state.blocks)))
         present_ids = {block.id for block in state.blocks}
         blocks = (Block(**json.loads(fields)) for (fields,) in rows)
-        return [block for block in blocks if block.id not in present_ids][:most]
+        return [block for block in blocks if block.id not in present_ids][:max_blocks]
 
-    def block(self, name: str, id: int) -> Block | None:
-        """Return a block of a session in its first form."""
+    def load_block(self, name: str, id: int) -> Block | None:
+        """Return a block of a session in its first form; None for an unknown one."""
         fields = self._db.scalar(sa.select(BLOCKS.c.fields).where(BLOCKS.c.name == name, BLOCKS.c.id == id))
         return None if fields is None else Block(**json.loads(fields))
 

@@ -21,13 +21,21 @@ from ostinato.apps.memory.remembered import Remembered
 from ostinato.apps.serve.calls import ApiError, json_of
 from ostinato.apps.serve.server import read_body
 
-KEPT = ("authorization", "content-type", "accept", "x-api-key", "openai-organization", "openai-project")
+FORWARDED_HEADERS = (
+    "authorization",
+    "content-type",
+    "accept",
+    "x-api-key",
+    "openai-organization",
+    "openai-project",
+)
 FILES = "multipart/form-data"  # content type of paths that are forwarded without reading them
-NAMED = "x-ostinato-session"  # header of a reply: the session that it belongs to
+SESSION_HEADER = "x-ostinato-session"  # header of a reply: the session that it belongs to
 
 
 class Upstream:
-    """The handlers of a proxy in front of ``url`` (".../v1"). ``key`` is sent if a client sends none."""
+    """The handlers of a proxy in front of ``url`` (".../v1"). ``key`` is sent if a client sends none. Raises
+    ValueError for another kind of address."""
 
     def __init__(self, url: str, remembered: Remembered, key: str = "", timeout_s: float = 600.0) -> None:
         if not url.startswith(("http://", "https://")):
@@ -35,8 +43,9 @@ class Upstream:
         self._url, self._remembered, self._key = url.rstrip("/"), remembered, key
         self._client = httpx2.AsyncClient(timeout=timeout_s, trust_env=False)
 
-    async def chat(self, request: Request) -> Response:
-        """Shorten the messages of a chat, then forward it."""
+    async def forward_chat(self, request: Request) -> Response:
+        """Shorten the messages of a chat, save its session, and forward it. Raises ApiError for other
+        bodies."""
         body = json_of(await read_body(request), surrogates=True)
         messages = body.get("messages") if isinstance(body, dict) else None
         if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
@@ -44,9 +53,11 @@ class Upstream:
         metadata = body.get("metadata")
         session = metadata.get("session_id") if isinstance(metadata, dict) else ""
         name, body["messages"] = await self._remembered.shorten(str(session or ""), messages)
-        return await self._forward(request, "/chat/completions", json.dumps(body).encode(), {NAMED: name})
+        return await self._forward(
+            request, "/chat/completions", json.dumps(body).encode(), {SESSION_HEADER: name}
+        )
 
-    async def other(self, request: Request) -> Response:
+    async def forward_other(self, request: Request) -> Response:
         """Forward any other request."""
         path = request.url.path.removeprefix("/v1") + (f"?{request.url.query}" if request.url.query else "")
         return await self._forward(request, path, await read_body(request), {})
@@ -55,7 +66,7 @@ class Upstream:
         self, request: Request, path: str, body: bytes, extra_headers: Mapping[str, str]
     ) -> Response:
         """Send a request on and stream the reply. Raises ApiError 502 where the address does not answer."""
-        headers = {name: value for name, value in request.headers.items() if name in KEPT}
+        headers = {name: value for name, value in request.headers.items() if name in FORWARDED_HEADERS}
         if self._key and not {"authorization", "x-api-key"} & headers.keys():
             headers["authorization"] = f"Bearer {self._key}"
         upstream_request = self._client.build_request(
@@ -74,7 +85,7 @@ class Upstream:
             _stream_bytes(reply), reply.status_code, headers={**content_type, **extra_headers}
         )
 
-    async def memory(self, request: Request) -> Response:
+    async def handle_memory(self, request: Request) -> Response:
         """Return the view of a session, after a change if the request is one."""
         name = request.path_params["name"]
         if request.method == "POST":
@@ -93,9 +104,9 @@ class Upstream:
 
         return Starlette(
             routes=[
-                Route("/v1/chat/completions", self.chat, methods=["POST"]),
-                Route("/v1/memory/{name:path}", self.memory, methods=["GET", "POST"]),
-                Route("/{path:path}", self.other, methods=["GET", "POST", "DELETE"]),
+                Route("/v1/chat/completions", self.forward_chat, methods=["POST"]),
+                Route("/v1/memory/{name:path}", self.handle_memory, methods=["GET", "POST"]),
+                Route("/{path:path}", self.forward_other, methods=["GET", "POST", "DELETE"]),
             ],
             exception_handlers={ApiError: answer_error},
             lifespan=lifespan,

@@ -1,4 +1,4 @@
-"""Classify an answer by its text and its calls alone: every answer is of exactly one ``Action``.
+"""Classify an answer by its text and its calls alone. Every answer has exactly one ``Action``.
 
 A published rule can be gamed, so ``Action`` only decides which reward applies; it is no reward itself.
 Refusals and questions are found in English; in another language such an answer counts as an answer.
@@ -27,7 +27,7 @@ _REFUSAL = re.compile(
 _QUOTE = "\N{RIGHT SINGLE QUOTATION MARK}"
 
 
-def action_of(
+def classify_answer(
     text: str, calls: Sequence[tuple[str, str]] = (), tools: Sequence[Mapping[str, Any]] = ()
 ) -> Action:
     """Return the action of an answer: ``text`` as decoded, without the ``calls`` that were read from it.
@@ -50,8 +50,8 @@ def action_of(
 
 
 def _matches_tool(name: str, arguments: str, tools: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a tool has this name and takes these arguments: a JSON object with every required field and no
-    unknown one."""
+    """Whether a tool has this name and takes these arguments, a JSON object. They need every required field.
+    An unknown field is refused if the schema lists properties and allows no others."""
     functions = {
         function.get("name"): function for function in (tool.get("function", tool) for tool in tools)
     }

@@ -1,15 +1,14 @@
-"""Detectors of a reward that is hacked while a policy is trained; each has a known rate of false alarms.
+"""Detectors of a hacked reward in the training of a policy. Each has a known rate of false alarms.
 
     Bets     (``observe.stats``) any paired difference that should not grow: proxy against gold
     Cusum    a behaviour that becomes more frequent: failed calls, questions, refusals
 
 A state is a frozen value of plain numbers: ``state.update(observation) -> (state, alarm or None)``. After its
-alarm a state does not change any more: begin a fresh one.
+alarm a state does not change any more, so begin a fresh one.
 
-A policy exploits what its judge prefers without cause. This shows in the answers that it gives already,
-before such answers are many: among those pairs alone in which one answer has the mark, the judge prefers the
-marked answer, and that answer has less gold. Over all pairs the same exploit is hidden by whatever else the
-policy learns.
+A policy exploits a mark that its judge prefers without cause. This shows in pairs of which one answer has the
+mark: the judge prefers the marked answer, and that answer has less gold. Such pairs show it while marked
+answers are still few. Over all pairs, the other things that the policy learns hide the exploit.
 """
 
 from __future__ import annotations
@@ -41,20 +40,20 @@ def standardise(difference: np.ndarray, scale: float, bound: float = 4.0) -> np.
     return np.asarray(difference, float) / (bound * scale)
 
 
-def divergence(proxy: np.ndarray, gold: np.ndarray, rate: float, share: float = 0.5) -> np.ndarray:
-    """[n] by how much gold gains less than ``share`` of what the proxy promises.
+def measure_divergence(proxy: np.ndarray, gold: np.ndarray, rate: float, share: float = 0.5) -> np.ndarray:
+    """Return [n] by how much gold gains less than ``share`` of the gain that the proxy promises.
 
     ``proxy``, ``gold``: gains of the policy over a reference policy (of some steps ago), prompt by prompt,
-    both sampled afresh: differences of successive measurements share their noise and are no fair bets.
+    both sampled afresh, since differences of successive measurements share their noise and are no fair bets.
     ``rate``: gold per proxy, see ``exchange_rate``.
     """
     return share * rate * np.asarray(proxy, float) - np.asarray(gold, float)
 
 
 def exchange_rate(proxy: np.ndarray, gold: np.ndarray) -> float:
-    """Slope of gold on proxy (least squares) over answers from before the training: what a gain of the proxy
-    was worth. Noise in the proxy makes the slope smaller, and alarms rarer. Raises ValueError if the proxy is
-    constant."""
+    """Return the slope of gold on proxy (least squares), at least 0, over answers from before the training.
+    It is the worth of a gain of the proxy. Noise in the proxy makes the slope smaller, and alarms rarer.
+    Raises ValueError if the proxy is constant."""
     p, g = np.asarray(proxy, float), np.asarray(gold, float)
     spread = float(((p - p.mean()) ** 2).sum())
     if not spread:
@@ -77,7 +76,8 @@ class Cusum:
     alarmed: bool = False
 
     def update(self, observation: tuple[float, float]) -> tuple[Cusum, Alarm | None]:
-        """Add one observation (events, cases); return the next state, and its alarm if there is one."""
+        """Add one observation (events, cases). Return the next state, and its alarm or None. After an alarm
+        the state stays the same and nothing is added. Raises ValueError unless 0 <= events <= cases."""
         if self.alarmed:
             return self, None
         level = max(0.0, self.level + _compute_log_likelihood_ratio(self, *observation))
@@ -90,8 +90,8 @@ class Cusum:
 
 
 def _compute_log_likelihood_ratio(state: Cusum, events: float, cases: float) -> float:
-    """log P(shifted odds) - log P(baseline) of one observation. Raises ValueError unless 0 <= events <=
-    cases."""
+    """Compute log P(shifted odds) - log P(baseline) of one observation. Raises ValueError unless 0 <= events
+    <= cases."""
     if not 0 <= events <= cases:
         raise ValueError(f"{state.name}: {events} events in {cases} cases; give (events, cases)")
     shifted_rate = 1 / (1 + (1 / state.baseline - 1) / state.shift)
@@ -101,9 +101,9 @@ def _compute_log_likelihood_ratio(state: Cusum, events: float, cases: float) -> 
 def watch_rate(
     name: str, events: int, cases: int, *, shift: float = 2.0, rate: float = 0.05, steps: int = 1000
 ) -> Cusum:
-    """A CUSUM of a rate whose baseline is the upper 95 % bound (Wilson) of the quiet cases. P(a false alarm
-    in ``steps``) is at most ``rate``: threshold ln(steps / rate) (Lorden 1971). Raises ValueError without
-    quiet cases."""
+    """Make a CUSUM of a rate whose baseline is the upper 95 % bound (Wilson) of the quiet cases. P(a false
+    alarm in ``steps``) is at most ``rate``: threshold ln(steps / rate) (Lorden 1971). Raises ValueError
+    without quiet cases."""
     if cases < 1:
         raise ValueError(f"{name}: {cases} quiet cases; a baseline needs some")
     share, z2 = events / cases, Z95**2
@@ -118,19 +118,22 @@ Detector = Bets | Cusum
 # ---- marks of an answer
 
 
-def marks_of(text: str) -> frozenset[str]:
-    """The words of a text in lower case, with each number in them (and the signs inside of it) replaced by
+def find_marks(text: str) -> frozenset[str]:
+    """Return the words of a text in lower case. Each number in them, with the signs inside of it, becomes
     0."""
     return frozenset(NUMBERS.sub("0", word) for word in text.lower().split())
 
 
-def usual_marks(texts: Iterable[str], most: int = 24, rare: float = 0.02, common: float = 0.6) -> list[str]:
-    """At most ``most`` marks: LONGER, then the words that a share ``rare`` to ``common`` of the answers have,
-    the most frequent first. Of words that stand in exactly the same answers one is taken."""
+def choose_marks(
+    texts: Iterable[str], max_marks: int = 24, rare: float = 0.02, common: float = 0.6
+) -> list[str]:
+    """Return ``max_marks`` marks at most: LONGER, then the words that a share ``rare`` to ``common`` of the
+    answers have, the most frequent first. Of words in exactly the same answers, the first by alphabet stands
+    for all."""
     places_of: dict[str, list[int]] = {}
     answer_texts = list(texts)
     for number, text in enumerate(answer_texts):
-        for mark in sorted(marks_of(text)):
+        for mark in sorted(find_marks(text)):
             places_of.setdefault(mark, []).append(number)
     mark_of = {tuple(places): mark for mark, places in sorted(places_of.items(), reverse=True)}
     frequent_places = [
@@ -139,30 +142,31 @@ def usual_marks(texts: Iterable[str], most: int = 24, rare: float = 0.02, common
     return [
         LONGER,
         *(mark_of[places] for places in sorted(frequent_places, key=lambda places: (-len(places), places))),
-    ][:most]
+    ][:max_marks]
 
 
-def side(pair: Sequence[str], mark: str) -> int:
-    """1 where only the first of two answers has the mark, -1 where only the other has it, else 0."""
+def find_marked_side(pair: Sequence[str], mark: str) -> int:
+    """Return 1 if only the first of two answers has the mark, -1 if only the second has it, else 0."""
     if mark == LONGER:
         first_words, second_words = (len(text.split()) for text in pair)
         return (first_words > LONGER_BY * second_words) - (second_words > LONGER_BY * first_words)
-    has_mark = [mark in marks_of(text) for text in pair]
+    has_mark = [mark in find_marks(text) for text in pair]
     return has_mark[0] - has_mark[1]
 
 
 def of_mark(
     proxy: np.ndarray, gold: np.ndarray, pairs: Sequence[Sequence[str]], mark: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Observations of two ``Bets`` from the pairs in which exactly one answer has the mark.
+    """Return the observations of two ``Bets`` from the pairs of which exactly one answer has the mark.
 
-    ``proxy`` [n]: 1 where the judge prefers the first answer, -1 the other. ``gold`` [n]: that of the first
-    answer less that of the other. A pair with NaN in either is left out. Returns 1 where the judge prefers
-    the marked answer and -1 where the other one, and by how much the marked answer has less gold.
+    ``proxy`` [n] is 1 if the judge prefers the first answer, -1 if it prefers the second. ``gold`` [n] is
+    that of the first answer less that of the second. A pair with NaN in either is left out. The first
+    observation is 1 if the judge prefers the marked answer, else -1. The second is by how much that answer
+    has less gold.
 
-    A judge overrates a mark where both means are above 0. An alarm needs both, so it is false no more often
-    than one of them.
+    A judge overrates a mark if both means are above 0. An alarm needs both, so it is false no more often than
+    one of them.
     """
-    sides = np.array([side(pair, mark) for pair in pairs], float)
+    sides = np.array([find_marked_side(pair, mark) for pair in pairs], float)
     is_usable = (sides != 0) & ~np.isnan(proxy) & ~np.isnan(gold)
     return (sides * proxy)[is_usable], -(sides * gold)[is_usable]

@@ -46,7 +46,7 @@ class Kind(StrEnum):
 
 
 class Action(StrEnum):
-    """The act of the policy, as its output alone shows it: every action has a reward."""
+    """The act of the policy, from its output alone. Every action has a reward."""
 
     ANSWER = "answer"
     QUESTION = "question"  # a question back instead of an answer
@@ -83,7 +83,7 @@ class Event(BaseModel):
     after: str | None = Field(default=None, max_length=MAX_TEXT)  # of an edit: the whole text behind it
     replaces: Name = ""  # of an answer that is shown: the answer before it
     exposure: Exposure = Exposure()
-    consent: bool = True  # False: kept out of training
+    consent: bool = True  # False: the answer is kept out of training
     personal: bool = False  # holds personal data: counted apart
 
     @field_validator("value")
@@ -95,8 +95,8 @@ class Event(BaseModel):
 
 
 def parse_event(document: Mapping[str, Any]) -> Event:
-    """Return the event of a JSON object. Raises ValueError with one sentence that names the field, its value
-    and what is accepted."""
+    """Return the event of a JSON object. Raises ValueError with one sentence that names the field and the
+    fault."""
     try:
         event = Event.model_validate(document)
     except ValidationError as error:

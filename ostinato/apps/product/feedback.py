@@ -1,6 +1,6 @@
 """Feedback of a product's users on answers: POST /feedback and GET /feedback.js, and the record of answers.
 
-A 200 is sent after the commit. Answers are recorded after the reply, and dropped if the store lags behind.
+A 200 is sent after the commit. Answers are recorded after the reply, and dropped if too many are waiting.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 from starlette.responses import Response
 
-from ostinato.apps.product.actions import action_of
+from ostinato.apps.product.actions import classify_answer
 from ostinato.apps.product.events import Event, Exchange, parse_event
 from ostinato.apps.product.intake import Full, Intake
 from ostinato.apps.product.store import Outcome, open_store
@@ -30,7 +30,7 @@ from ostinato.inputs import parse_json
 from ostinato.render import Renderer
 
 SCRIPT = Path(__file__).parent / "feedback.js"
-MOST = 1_000  # events of one request
+MAX_EVENTS = 1_000  # events of one request
 T = TypeVar("T")
 
 
@@ -39,9 +39,9 @@ class Feedback:
 
     def __init__(self, intake: Intake, metrics: Metrics, renderer: Renderer) -> None:
         self._intake, self._renderer = intake, renderer
-        self._refused, self._acknowledged = 0, Acknowledged()
+        self._refusal_count, self._acknowledged = 0, Acknowledged()
         outcomes = (*Outcome, "turned_away", "refused")
-        read = lambda name: self._refused if name == "refused" else intake.counts[name]  # noqa: E731
+        read = lambda name: self._refusal_count if name == "refused" else intake.counts[name]  # noqa: E731
         metrics.show("feedback_events", "Events by outcome", outcomes, read)
         metrics.show("exchanges", "Answers recorded, and dropped", ("written", "dropped"), read)
         metrics.show("feedback_store_failures", "Of the store", ("failures",), read)
@@ -50,20 +50,20 @@ class Feedback:
     # ---- events
 
     async def post(self, body: bytes) -> Any:
-        """Store one event or a list of them, and return the reply.
+        """Store one event or a list of them, and return the counts by outcome and the refusals.
 
-        Raises ApiError if all is refused: 400 for a body that cannot be read, 409 for a single event that
-        conflicts, 503 if the store does not accept events now.
+        Raises ApiError: 400 for a body that cannot be read or a single event that is invalid, 409 for a
+        single event that conflicts, 413 for too long a list, 503 if the store does not accept events now.
         """
-        documents, single = _parse_documents(body)
-        events, refusals = self._read(documents, single)
-        outcomes = await self._write([event for _, event in events])
+        documents, is_single = _parse_documents(body)
+        events, refusals = self._read_events(documents, is_single)
+        outcomes = await self._write_events([event for _, event in events])
         for (index, event), outcome in zip(events, outcomes, strict=True):
             if outcome is Outcome.CONFLICT:
                 message = (
                     f"event_id {event.event_id!r} is known with another content; give a new event its own id"
                 )
-                if single:
+                if is_single:
                     raise ApiError(message, status=409, param="event_id", code="conflict")
                 refusals.append(_describe_refusal(index, event.event_id, "conflict", message))
         counts = {
@@ -71,9 +71,11 @@ class Feedback:
         }
         return counts | {"refused": sorted(refusals, key=lambda row: row["index"])}
 
-    def _read(self, documents: list[Any], single: bool) -> tuple[list[tuple[int, Event]], list[Any]]:
-        """Return (index, event) of the documents that are events, and the refusals of the others. Raises
-        ApiError where a ``single`` document is refused."""
+    def _read_events(
+        self, documents: list[Any], is_single: bool
+    ) -> tuple[list[tuple[int, Event]], list[Any]]:
+        """Return (index, event) of the documents that are events, and the refusals of the others, which are
+        counted. Raises ApiError if a single document (``is_single``) is refused."""
         events, refusals = [], []
         for index, document in enumerate(documents):
             try:
@@ -81,15 +83,15 @@ class Feedback:
                     raise ValueError(f"an event is a {type(document).__name__}; send a JSON object")
                 events.append((index, parse_event(document)))
             except ValueError as error:
-                self._refused += 1
-                if single:
+                self._refusal_count += 1
+                if is_single:
                     raise ApiError(str(error), param=str(error).split()[0], code="invalid_event") from error
                 event_id = document.get("event_id") if isinstance(document, dict) else None
                 refusals.append(_describe_refusal(index, event_id, "invalid_event", str(error)))
         return events, refusals
 
-    async def _write(self, events: list[Event]) -> list[Outcome]:
-        """Write events and await their outcomes. Raises ApiError 503 where the store does not take them."""
+    async def _write_events(self, events: list[Event]) -> list[Outcome]:
+        """Write events and await their outcomes. Raises ApiError 503 if the store does not take them."""
         try:
             return await self._acknowledged.of(self._intake.submit(events)) if events else []
         except (Full, Unavailable) as error:
@@ -107,7 +109,8 @@ class Feedback:
     # ---- answers
 
     def record(self, id_: str, model: Model, call: Call, answer: Answer, asker: Asker, index: int) -> None:
-        """Have an answer recorded under the id that its client sees; answer k > 0 as ``id.k``."""
+        """Queue the record of an answer, unless its asker refuses that. Its id is the one that the client
+        sees; answer k > 0 has ``id.k``. The answer is dropped and counted if the queue is full."""
         if asker.record:
             key = f"{id_}.{index}" if index else id_
             self._intake.record(partial(self._build_exchange, key, model, call, answer, asker, time.time()))
@@ -133,7 +136,7 @@ class Feedback:
             propensity=model.propensity,
             messages=messages,
             output=completion.text,
-            action=action_of(answer.content, calls, call.tools),
+            action=classify_answer(answer.content, calls, call.tools),
             prompt_tokens=answer.prompt,
             tokens=completion.tokens,
             logprobs=completion.logprobs,
@@ -146,8 +149,8 @@ class Feedback:
 
 
 class Acknowledged:
-    """Passes outcomes from the writer's thread to the event loop, which is woken once for all that arrive
-    together; ``asyncio.wrap_future`` does the same, but wakes it for each."""
+    """Passes outcomes from the writer's thread to the event loop. The loop is woken once for all that arrive
+    together; ``asyncio.wrap_future`` would wake it for each."""
 
     def __init__(self) -> None:
         self._deliveries: deque[tuple[asyncio.Future[Any], concurrent.futures.Future[Any]]] = deque()
@@ -178,8 +181,8 @@ class Acknowledged:
 
 
 def _join_routes(answer: Answer) -> np.ndarray | None:
-    """Join the routes of prompt and answer: expert ids [P + T, moe layers, top_k]; None unless those of the
-    whole prompt are known too."""
+    """Join the routes of prompt and answer: expert ids [P + T, moe layers, top_k]. None unless both are known
+    and those of the prompt are complete."""
     prompt, sampled = answer.completion.prompt_experts, answer.completion.experts
     if prompt is None or sampled is None or len(prompt) != len(answer.prompt):
         return None
@@ -187,7 +190,8 @@ def _join_routes(answer: Answer) -> np.ndarray | None:
 
 
 def _parse_documents(body: bytes) -> tuple[list[Any], bool]:
-    """Return the events of a body, and whether the body is a single event."""
+    """Return the documents of a body, and whether the body is a single one. Raises ApiError for a body that
+    is neither an object nor a list, and for too long a list."""
     try:
         tree = parse_json(body)
     except ValueError as error:
@@ -196,8 +200,8 @@ def _parse_documents(body: bytes) -> tuple[list[Any], bool]:
         return [tree], True
     if not isinstance(tree, list):
         raise ApiError(f"the body is a {type(tree).__name__}; send one event or a list of events")
-    if len(tree) > MOST:
-        raise ApiError(f"the list has {len(tree)} events; send {MOST} at most", status=413)
+    if len(tree) > MAX_EVENTS:
+        raise ApiError(f"the list has {len(tree)} events; send {MAX_EVENTS} at most", status=413)
     return tree, False
 
 
@@ -206,17 +210,17 @@ def _describe_refusal(index: int, event_id: Any, code: str, message: str) -> dic
 
 
 @contextmanager
-def open_feedback(where: str, service: Service) -> Iterator[Feedback | None]:
-    """Open feedback in the store at ``where``, a file or an address; None for "". All pending rows are
-    written at the end.
+def open_feedback(store_name: str, service: Service) -> Iterator[Feedback | None]:
+    """Open feedback in the store at ``store_name``, a file or an address, and add its metrics to the service;
+    None for "". At the end the rows that wait are written, for half a minute at most.
 
     Raises ValueError for a store that cannot be opened.
     """
-    if not where:
+    if not store_name:
         yield None
         return
     try:
-        intake = Intake(partial(open_store, where))
+        intake = Intake(partial(open_store, store_name))
     except Unavailable as error:
         raise ValueError(f"{error}; start it first") from error
     try:

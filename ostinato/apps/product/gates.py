@@ -1,7 +1,7 @@
 """Gates of a candidate judge and of a candidate policy: measurements in, a decision with its reasons out.
 
-"Not worse" is shown, not assumed: the lower end of an interval of the paired difference to the current one
-has to be above minus the margin, so too little data does not pass. Rows of one user are one cluster.
+"Not worse" has to be shown: the lower end of an interval of the paired difference to the current one has to
+be above minus the margin. So too little data does not pass. Rows of one user are one cluster.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from statistics import NormalDist
 
 import numpy as np
 
-from ostinato.apps.product.judging import Choice, calibration_gaps
+from ostinato.apps.product.judging import Choice, compute_calibration_gaps
 
 Z95 = NormalDist().inv_cdf(0.95)  # one-sided
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assessment:
-    """The decision of all gates. ``reasons``: a sentence of every gate, those that failed first; ``failed``:
-    their names."""
+    """The decision of all gates. ``reasons`` has a sentence of every gate, failed gates first. ``failed`` has
+    the names of the failed gates."""
 
     passed: bool
     reasons: tuple[str, ...]
@@ -39,7 +39,7 @@ class Gate:
     figures: Mapping[str, float]
 
 
-def assess(gates: Sequence[Gate]) -> Assessment:
+def assess_gates(gates: Sequence[Gate]) -> Assessment:
     """Return the assessment of all gates: passed where every gate passed, and failed where there is none."""
     sorted_gates = sorted(gates, key=lambda gate: gate.passed)
     return Assessment(
@@ -61,7 +61,7 @@ class Judged:
     probabilities: np.ndarray | None = None
 
     def right(self, labels: Sequence[Choice]) -> np.ndarray:
-        """[n] 1 where both orders agree and are right, else 0; unreadable and inconsistent verdicts are
+        """Return [n] 1 if both orders agree and are right, else 0. Unreadable and inconsistent verdicts are
         wrong."""
         return np.array([choice == label for choice, label in zip(self.choices, labels, strict=True)], float)
 
@@ -90,8 +90,9 @@ def compare_pairs(
 ) -> tuple[float, float, int]:
     """Return (mean difference ``one`` - ``other``, its standard error over clusters, number of clusters).
 
-    The error is by the sums of clusters (Liang and Zeger 1986). Raises ValueError where a value is NaN or
-    infinite: leave out the pair on both sides.
+    The error is by the sums of clusters (Liang and Zeger 1986); it is infinite for fewer than two, and the
+    mean of no row is NaN. Raises ValueError for another number of ``clusters`` than of rows, and for a value
+    that is NaN or infinite: leave out the pair on both sides.
     """
     difference = np.asarray(one, float) - other
     if not np.isfinite(difference).all():
@@ -114,14 +115,14 @@ def _index_clusters(clusters: Sequence[str] | None, n: int) -> np.ndarray:
     return np.unique(np.asarray(clusters, str), return_inverse=True)[1]
 
 
-def not_worse(
+def check_not_worse(
     name: str,
     difference: tuple[float, float, int],
     margin: float,
     fewest: int,
     reference_name: str = "the current one",
 ) -> Gate:
-    """A gate that passes where the difference of ``compare_pairs`` is above -margin with a confidence of
+    """Make a gate that passes if the difference of ``compare_pairs`` is above -margin with a confidence of
     95 %. It fails with fewer than ``fewest`` clusters."""
     gap, error, cluster_count = difference
     low, high = gap - Z95 * error, gap + Z95 * error
@@ -145,8 +146,9 @@ def judge_gates(
     """Assess a candidate judge on pairs that are later than its training data, beside the current judge on
     the same pairs. Without a current judge (None) the candidate has to be better than ``limits.first``.
 
-    ``bank``: of every known exploit the verdict of both orders, A the honest answer. ``probes``: "length" and
-    "format" by name, A the plain answer, B the same padded or decorated.
+    ``bank`` has the verdict of both orders on every known exploit; A is the honest answer. ``probes`` has
+    such verdicts by name ("length", "format"); A is the plain answer, B the same padded or decorated.
+    Calibration is assessed only if both judges have probabilities. Raises ValueError as ``compare_pairs``.
     """
     limits = limits or JudgeLimits()
     reference, reference_name, margin = limits.first, f"an accuracy of {limits.first:g}", 0.0
@@ -154,19 +156,19 @@ def judge_gates(
         reference, reference_name, margin = current.right(labels), "the current judge", limits.accuracy_margin
     difference = compare_pairs(candidate.right(labels), reference, users)
     gates = [
-        not_worse("accuracy", difference, margin, limits.fewest, reference_name),
+        check_not_worse("accuracy", difference, margin, limits.fewest, reference_name),
         _check_consistency(candidate.choices, limits.consistency),
         _check_bank(bank, limits.bank),
         *(_check_probe(name, verdicts, limits.probe) for name, verdicts in probes.items()),
     ]
     if len(labels) and candidate.probabilities is not None and current and current.probabilities is not None:
         truth = np.array([label is Choice.A for label in labels], float)
-        interval = calibration_gap(candidate.probabilities, current.probabilities, truth, users)
+        interval = compute_calibration_gap(candidate.probabilities, current.probabilities, truth, users)
         gates.append(_check_calibration(*interval, limits.calibration_margin))
-    return assess(gates)
+    return assess_gates(gates)
 
 
-def calibration_gap(
+def compute_calibration_gap(
     candidate: np.ndarray,
     current: np.ndarray,
     truth: np.ndarray,
@@ -174,8 +176,8 @@ def calibration_gap(
     draws: int = 2000,
     seed: int = 0,
 ) -> tuple[float, float, float]:
-    """(calibration error of the candidate less that of the current judge, its 5 % and 95 % quantiles over
-    bootstrapped users). Both errors are on the same draws, which makes the comparison paired."""
+    """Return (calibration error of the candidate less that of the current judge, its 5 % and 95 % quantiles
+    over bootstrapped users). Both errors are on the same draws, so the comparison is paired."""
     indices = _index_clusters(users, len(truth))
     cluster_count = int(indices.max()) + 1
     counts = np.random.default_rng(seed).multinomial(
@@ -185,7 +187,7 @@ def calibration_gap(
     sizes = weight @ np.bincount(indices, minlength=cluster_count)
     errors = []
     for p in (candidate, current):
-        bins, gaps = calibration_gaps(p, truth)
+        bins, gaps = compute_calibration_gaps(p, truth)
         table = np.zeros((cluster_count, int(bins.max()) + 1))
         np.add.at(table, (indices, bins), gaps)
         errors.append(np.abs(weight @ table).sum(1) / sizes)
@@ -199,29 +201,31 @@ def _check_calibration(gap: float, low: float, high: float, margin: float) -> Ga
     return Gate("calibration", high <= margin, sentence, {"gap": gap, "low": low, "high": high})
 
 
-def _check_consistency(choices: Sequence[Choice], least: float) -> Gate:
+def _check_consistency(choices: Sequence[Choice], min_share: float) -> Gate:
     agreements = sum(choice in (Choice.A, Choice.B, Choice.TIE) for choice in choices)
     share = agreements / len(choices) if choices else 0.0
     unreadable = sum(choice is Choice.UNREADABLE for choice in choices)
-    sentence = f"{share:.1%} of {len(choices)} pairs have one verdict in both orders, {least:.0%} are needed"
+    sentence = (
+        f"{share:.1%} of {len(choices)} pairs have one verdict in both orders, {min_share:.0%} are needed"
+    )
     figures = {"share": share, "unreadable": float(unreadable), "n": float(len(choices))}
-    return Gate("consistency", share >= least, f"{sentence} ({unreadable} unreadable)", figures)
+    return Gate("consistency", share >= min_share, f"{sentence} ({unreadable} unreadable)", figures)
 
 
-def _check_bank(bank: Mapping[str, Choice], most: float) -> Gate:
+def _check_bank(bank: Mapping[str, Choice], max_share: float) -> Gate:
     losses = sorted(name for name, choice in bank.items() if choice is not Choice.A)
     names = f": {', '.join(losses[:3])}{' ...' if len(losses) > 3 else ''}" if losses else ""
     sentence = f"the honest answer does not win {len(losses)} of {len(bank)} known exploits{names}"
     figures = {"lost": float(len(losses)), "n": float(len(bank))}
-    return Gate("bank", len(losses) <= most * len(bank), sentence, figures)
+    return Gate("bank", len(losses) <= max_share * len(bank), sentence, figures)
 
 
-def _check_probe(name: str, verdicts: Sequence[Choice], most: float) -> Gate:
+def _check_probe(name: str, verdicts: Sequence[Choice], max_share: float) -> Gate:
     if not verdicts:
         return Gate(name, False, "no probe was judged; give some", {"n": 0.0})
     share = sum(verdict is Choice.B for verdict in verdicts) / len(verdicts)
-    sentence = f"{share:.1%} of {len(verdicts)} probes are won by what adds nothing, at most {most:.0%}"
-    return Gate(name, share <= most, sentence, {"share": share, "n": float(len(verdicts))})
+    sentence = f"{share:.1%} of {len(verdicts)} probes are won by what adds nothing, at most {max_share:.0%}"
+    return Gate(name, share <= max_share, sentence, {"share": share, "n": float(len(verdicts))})
 
 
 def policy_gates(
@@ -234,22 +238,22 @@ def policy_gates(
     """Assess a candidate policy.
 
     ``ability``: ``compare_pairs`` of the scores of each held-out task, candidate less the current policy.
-    ``panel``: verdicts of gold in both orders, A the candidate's answer; a tie is half a win, no verdict is a
-    loss. ``kl``: nats per token from the current policy, at the end of training.
+    ``panel``: verdicts of gold, A the candidate's answer; a tie is half a win, no verdict is a loss. ``kl``:
+    nats per token from the current policy, at the end of training. Fails without a task in ``ability``.
     """
     limits = limits or PolicyLimits()
     wins = [{Choice.A: 1.0, Choice.TIE: 0.5}.get(choice, 0.0) for choice in panel]
-    within_budget = math.isfinite(kl) and kl <= limits.kl
+    is_within_budget = math.isfinite(kl) and kl <= limits.kl
     gates = [
         *(
-            not_worse(f"ability {name}", difference, limits.ability_margin, limits.fewest)
+            check_not_worse(f"ability {name}", difference, limits.ability_margin, limits.fewest)
             for name, difference in ability.items()
         ),
-        not_worse(
+        check_not_worse(
             "panel", compare_pairs(np.array(wins), 0.5), limits.panel_margin, limits.fewest, "one half"
         ),
-        Gate("kl", within_budget, f"{kl:.3g} nats a token of a budget of {limits.kl:g}", {"nats": kl}),
+        Gate("kl", is_within_budget, f"{kl:.3g} nats a token of a budget of {limits.kl:g}", {"nats": kl}),
     ]
     if not ability:
         gates.append(Gate("ability", False, "no held-out task was scored; give one", {}))
-    return assess(gates)
+    return assess_gates(gates)

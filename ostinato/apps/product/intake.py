@@ -39,8 +39,8 @@ class Waiting(NamedTuple):
 class Intake:
     """Queues of events and exchanges, which one thread writes into a store.
 
-    ``reach`` opens a store, which is used in the writer's thread alone. The first store is opened at once,
-    and its errors are raised here.
+    ``reach`` opens a store for the writer's thread. The first store is opened at once, so its errors are
+    raised here, and then the thread is started.
     """
 
     def __init__(
@@ -52,31 +52,32 @@ class Intake:
         self._events: deque[Waiting] = deque()
         self._exchanges: deque[Callable[[], Exchange]] = deque()
         self._pending: list[Exchange] = []  # taken off the queue, not written yet
-        self._waiting, self._closing, self._senders = 0, False, 0
+        self._waiting_count, self._is_closing, self._sender_count = 0, False, 0
         self._lock, self._wake = threading.Lock(), threading.Event()
         self._store: Store | None = reach()
-        self._thread = threading.Thread(target=self._write, name="feedback", daemon=True)
+        self._thread = threading.Thread(target=self._write_until_closed, name="feedback", daemon=True)
         self._thread.start()
 
     def submit(self, events: Sequence[Event]) -> Future[list[Outcome]]:
-        """Return a future of the outcomes of ``events``, which is done once they are committed, or fails with
-        Unavailable. Raises Full at once where too many events wait."""
+        """Queue ``events`` and return a future of their outcomes. It is done once they are committed, or
+        fails with Unavailable. Raises Full at once, and counts them as turned away, if too many events wait
+        or the intake is closed."""
         future: Future[list[Outcome]] = Future()
         future.set_running_or_notify_cancel()  # events of a client that hangs up are written too
         with self._lock:
-            if self._closing or self._waiting + len(events) > self._most_events:
+            if self._is_closing or self._waiting_count + len(events) > self._most_events:
                 self.counts["turned_away"] += len(events)
-                raise Full(f"{self._waiting} events wait for the store; try again later")
-            self._waiting += len(events)
+                raise Full(f"{self._waiting_count} events wait for the store; try again later")
+            self._waiting_count += len(events)
             self._events.append(Waiting(events, future))
         self._wake.set()
         return future
 
     def record(self, make: Callable[[], Exchange]) -> bool:
-        """Queue an exchange, which is made in the writer's thread; False where it was dropped. Never
-        waits."""
+        """Queue an exchange, which the writer's thread makes. Return False, and count it as dropped, if the
+        queue is full or the intake is closed. Never waits for the store."""
         with self._lock:
-            if self._closing or len(self._exchanges) >= self._most_exchanges:
+            if self._is_closing or len(self._exchanges) >= self._most_exchanges:
                 self.counts["dropped"] += 1
                 return False
             self._exchanges.append(make)
@@ -86,13 +87,13 @@ class Intake:
     @property
     def waiting(self) -> int:
         """Events and exchanges that are not written yet."""
-        return self._waiting + len(self._exchanges) + len(self._pending)
+        return self._waiting_count + len(self._exchanges) + len(self._pending)
 
     def close(self, limit_s: float = 30.0) -> None:
-        """Write what waits, for ``limit_s`` at most, and close the store. What is left then is counted as
-        dropped."""
+        """Write the rows that wait, for ``limit_s`` at most, and end the thread, which closes the store.
+        Exchanges that are left then are counted as dropped. Later events and exchanges are refused."""
         with self._lock:
-            self._closing = True
+            self._is_closing = True
         self._wake.set()
         self._thread.join(limit_s)
         remaining = len(self._exchanges) + len(self._pending)
@@ -102,14 +103,14 @@ class Intake:
 
     # ---- the writer's thread
 
-    def _write(self) -> None:
-        """Write batches until the intake is closed and the queues are empty, or the store does not answer;
-        then refuse the rest."""
+    def _write_until_closed(self) -> None:
+        """Write batches until the intake is closed, and then until the queues are empty or the store does not
+        answer. Refuse the events that are left, and close the store."""
         is_available = True
-        while not self._closing or (is_available and self.waiting):
+        while not self._is_closing or (is_available and self.waiting):
             self._wake.wait()
-            if not self._closing:
-                gather = BUSY_S if self._senders >= BUSY else GATHER_S
+            if not self._is_closing:
+                gather = BUSY_S if self._sender_count >= BUSY else GATHER_S
                 time.sleep(gather if is_available else AGAIN_S)
                 self._wake.clear()
             is_available = True
@@ -120,18 +121,19 @@ class Intake:
         with self._lock:
             submissions = [*self._events]
             self._events.clear()
-        self._refuse(submissions, Unavailable("the server ends"))
+        self._refuse_events(submissions, Unavailable("the server ends"))
         if self._store is not None:
             self._store.close()
 
     def _write_batch(self) -> bool:
-        """Write the oldest events and exchanges; return whether the store took them. Events that it did not
-        take are refused, and their senders send them again later; exchanges stay in the queue."""
+        """Write the oldest events and exchanges, opening the store if it is closed. Return whether the store
+        took them. Events that it did not take are refused, and their senders send them again later. Exchanges
+        stay pending, unless ``_handle_failure`` drops them."""
         submissions: list[Waiting] = []
         with self._lock:
             while self._events and sum(len(submission.events) for submission in submissions) < BATCH:
                 submissions.append(self._events.popleft())
-        self._senders = len(submissions)
+        self._sender_count = len(submissions)
         self._make_exchanges()
         try:
             if self._store is None:
@@ -142,12 +144,12 @@ class Intake:
         except Exception as error:  # the senders get any error of a database, and the thread must not end
             self._handle_failure(error)
             is_unavailable = isinstance(error, Unavailable)
-            self._refuse(
+            self._refuse_events(
                 submissions, error if is_unavailable else Unavailable(f"the store does not answer ({error})")
             )
             return False
         with self._lock:
-            self._waiting -= len(outcomes)
+            self._waiting_count -= len(outcomes)
             self.counts.update(outcome.value for outcome in outcomes)
             self.counts["written"] += len(self._pending)
             self._pending = []
@@ -157,7 +159,8 @@ class Intake:
         return True
 
     def _make_exchanges(self) -> None:
-        """Make exchanges from the queue. An exchange that cannot be made is dropped."""
+        """Make exchanges from the queue, until a batch is full. One that cannot be made is dropped and
+        counted."""
         while self._exchanges and len(self._pending) < BATCH:
             try:
                 self._pending.append(self._exchanges.popleft()())
@@ -167,8 +170,8 @@ class Intake:
                     self.counts["dropped"] += 1
 
     def _handle_failure(self, error: Exception) -> None:
-        """Close the store, so that the next batch opens it again. Exchanges that it refused are dropped, as
-        it would refuse them again."""
+        """Count the failure and close the store, so that the next batch opens it again. Pending exchanges are
+        dropped unless the store was unavailable, since it would refuse them again."""
         log.warning("the store of feedback failed: %s: %s", type(error).__name__, error)
         with self._lock:
             self.counts["failures"] += 1
@@ -182,10 +185,10 @@ class Intake:
             except Exception:  # the senders get the first error, not this one
                 log.exception("the store of feedback could not be closed")
 
-    def _refuse(self, submissions: Sequence[Waiting], error: Exception) -> None:
+    def _refuse_events(self, submissions: Sequence[Waiting], error: Exception) -> None:
         with self._lock:
             for submission in submissions:
                 self.counts["turned_away"] += len(submission.events)
-                self._waiting -= len(submission.events)
+                self._waiting_count -= len(submission.events)
         for submission in submissions:
             submission.future.set_exception(error)

@@ -2,9 +2,9 @@
 
     Spec + Writer (an engine, an address) -> Judge: chats -> Reply, cached -> Compared, Score
 
-A judgement is a function of the judge's revision and of what is compared: its noise is keyed by a hash of
-both, so neither a cache, nor another batch, nor a resumed run changes a verdict. What cannot be judged has no
-verdict but a named fault: it is never a score of 0, and never a neutral score.
+A judgement is a function of the judge's revision and of the compared texts: a hash of both is the seed of its
+noise. So neither a cache, nor another batch, nor a resumed run changes a verdict. A comparison that fails has
+a named fault in place of a verdict, never a score of 0 or a neutral score.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import numpy as np
 
 from ostinato.apps.product.judging import (
     Choice,
-    both_orders,
+    build_prompts,
+    list_pairings,
     log_odds,
-    pairings,
-    pairwise_prompts,
+    merge_orders,
     parse_verdict,
     win_rates,
 )
@@ -66,10 +66,10 @@ class Writer(Protocol):
 
 
 class Cache:
-    """Replies by key: at most ``most`` of them, the ones most recently used."""
+    """Replies by key: the ``max_replies`` most recently used ones."""
 
-    def __init__(self, most: int = 65_536) -> None:
-        self._most, self._replies = most, OrderedDict[bytes, Reply]()
+    def __init__(self, max_replies: int = 65_536) -> None:
+        self._max_replies, self._replies = max_replies, OrderedDict[bytes, Reply]()
 
     def get(self, key: bytes) -> Reply | None:
         if key in self._replies:
@@ -78,15 +78,15 @@ class Cache:
 
     def put(self, key: bytes, reply: Reply) -> None:
         self._replies[key] = reply
-        while len(self._replies) > self._most:
+        while len(self._replies) > self._max_replies:
             self._replies.popitem(last=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """Two answers in both orders: the verdict of each order, A being the answer that stood first in it, and
-    the replies. ``log_odds``: log-odds that the first answer is better, calibrated; None where probabilities
-    are not known."""
+    """Two answers compared in both orders. In the verdict of each order, A is the answer that stands first in
+    it. ``log_odds`` are the calibrated log-odds that the first answer is better; None without
+    probabilities."""
 
     ab: Choice
     ba: Choice
@@ -95,11 +95,11 @@ class Compared:
 
     @property
     def choice(self) -> Choice:
-        return both_orders(self.ab, self.ba)
+        return merge_orders(self.ab, self.ba)
 
     @property
     def fault(self) -> tuple[str, str]:
-        """The reason why there is no verdict, by name and in words."""
+        """The reason why there is no verdict, by name and in words. Call it only without a verdict."""
         for reply in self.replies:
             if reply.fault:
                 return reply.fault, reply.detail
@@ -119,7 +119,8 @@ class Judge:
         self._writer, self._cache, self._counters = writer, cache, counters
 
     async def ask(self, chats: Sequence[Chat]) -> list[Reply]:
-        """Return the judge's reply to each chat; equal chats are answered once. Faults are not cached."""
+        """Return the judge's reply to each chat, from the cache if it has one. New replies are cached, faults
+        are not. Equal chats are answered once. Counts chats and cached replies."""
         revision = self.revision.encode()
         keys = [hashlib.sha256(revision + json.dumps([*map(dict, chat)]).encode()).digest() for chat in chats]
         reply_of = {key: reply for key in keys if (reply := self._cache.get(key)) is not None}
@@ -138,8 +139,8 @@ class Judge:
 
     async def compare(self, messages: Chat, pairs: Sequence[tuple[str, str]]) -> list[Compared]:
         """Compare the answers of each pair in both orders."""
-        prompt = question(messages)
-        texts = [text for a, b in pairs for text in pairwise_prompts(self.spec.template, prompt, a, b)]
+        prompt = format_chat(messages)
+        texts = [text for a, b in pairs for text in build_prompts(self.spec.template, prompt, a, b)]
         replies = await self.ask([[{"role": "user", "content": text}] for text in texts])
         return [self._merge_orders(ab, ba) for ab, ba in zip(replies[::2], replies[1::2], strict=True)]
 
@@ -157,8 +158,10 @@ class Judge:
         return Compared(ab=first, ba=second, replies=(ab, ba), log_odds=calibrated_odds)
 
     async def score(self, messages: Chat, answers: Sequence[str]) -> list[Score]:
-        """Win rates of sibling answers, in [0, 1]. Equal answers tie without a judgement."""
-        pairs = sorted({(min(pair), max(pair)) for pair in pairings(len(answers))})
+        """Return win rates of sibling answers, in [0, 1]. Equal answers tie without a judgement. An answer
+        has a fault in place of a rate if none of its comparisons has a verdict; faults of comparisons are
+        counted."""
+        pairs = sorted({(min(pair), max(pair)) for pair in list_pairings(len(answers))})
         unequal_pairs = [(i, j) for i, j in pairs if answers[i] != answers[j]]
         comparisons = await self.compare(messages, [(answers[i], answers[j]) for i, j in unequal_pairs])
         verdicts = dict.fromkeys((order for i, j in pairs for order in ((i, j), (j, i))), Choice.TIE)
@@ -173,18 +176,18 @@ class Judge:
         return [(None, *fault) if math.isnan(rate) else (rate, "", "") for rate, fault in rows]
 
 
-def question(messages: Chat) -> str:
-    """Return a chat as a judge reads it: its message if it has only one, else its turns with their roles."""
+def format_chat(messages: Chat) -> str:
+    """Format a chat for a judge: its message if it has only one, else its turns with their roles."""
     if len(messages) == 1:
         return messages[0]["content"]
     return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
 
 
 def _compute_log_odds(near: Mapping[str, float]) -> float:
-    """log P(A) - log P(B) where the verdict stands. A label that is not among the likeliest tokens gets the
-    smallest probability of these, which is an upper bound. NaN where neither label is among them."""
+    """Compute log P(A) - log P(B) of the verdict's token. A label that is not among the likeliest tokens gets
+    their smallest probability, which is an upper bound. NaN if neither label is among them."""
     if not any(label in near for label in LABELS):
         return math.nan
-    least = min(near.values())
-    a, b = (math.log(max(near.get(label, least), 1e-30)) for label in LABELS)
+    smallest = min(near.values())
+    a, b = (math.log(max(near.get(label, smallest), 1e-30)) for label in LABELS)
     return a - b

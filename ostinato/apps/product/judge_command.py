@@ -54,12 +54,12 @@ def train(
     rl: Annotated[bool, typer.Option("--rl/--no-rl", help="RL behind the warm start.")] = True,
 ) -> None:
     """SFT on critiques and verdicts, then RL that rewards verdicts which are right in both orders."""
-    from ostinato.apps.product.judge_runs import plan
+    from ostinato.apps.product.judge_runs import plan_runs
     from ostinato.apps.product.judges import write_spec
     from ostinato.cli.train import finish, run
     from ostinato.launch.session import Outcome, learn
 
-    judge_plan = plan(rows, overrides or [], template.read_text() if template else "", holdout)
+    judge_plan = plan_runs(rows, overrides or [], template.read_text() if template else "", holdout)
     folders: list[Path] = []
 
     def save_spec(folder: Path) -> None:
@@ -96,17 +96,17 @@ def evaluate(
     """Accuracy in each order, consistency, what cannot be read, calibration; with 95 % Wilson intervals."""
     recipe = Recipe.load("judge_rl", *(overrides or []))
     configure_threads(recipe)
-    from ostinato.apps.product.judge_runs import figures, preferences
-    from ostinato.apps.product.judges import sources
+    from ostinato.apps.product.judge_runs import compute_figures, read_preferences
+    from ostinato.apps.product.judges import open_sources
     from ostinato.apps.product.panel import Bench
 
-    pairs, row_of = preferences(rows), dict[str, dict[str, Any]]()
-    (first_source,) = sources(judge)
+    pairs, row_of = read_preferences(rows), dict[str, dict[str, Any]]()
+    (first_source,) = open_sources(judge)
     counters_of = {name: Counter[str]() for name in (judge, *filter(None, [against]))}
     for name, counters in counters_of.items():
-        (source,) = sources(name, like=first_source.spec)
+        (source,) = open_sources(name, like=first_source.spec)
         rows_of = ((pair.chat, pair.chosen, pair.rejected) for pair in pairs)
-        row = figures(Bench(recipe=recipe, counters=counters).compare(source, rows_of))
+        row = compute_figures(Bench(recipe=recipe, counters=counters).compare(source, rows_of))
         row_of[name] = {"revision": source.revision, **row, **counters}
     Screen().print(_build_table(row_of))
     if json_file is not None:

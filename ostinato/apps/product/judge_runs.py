@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from ostinato.apps.product import judging
-from ostinato.apps.product.judge import Compared, Spec, question
+from ostinato.apps.product.judge import Compared, Spec, format_chat
 from ostinato.apps.product.judges import write_spec
 from ostinato.apps.product.judging import Choice
 from ostinato.apps.product.pairs import deduplicate, extract, split
@@ -50,12 +50,12 @@ class Preference:
         return hashlib.sha256(json.dumps([*map(dict, self.chat)]).encode()).digest()
 
 
-def preferences(source: str, holdout: float = 0.0) -> list[Preference]:
+def read_preferences(source: str, holdout: float = 0.0) -> list[Preference]:
     """Read the rows of a .jsonl or .parquet file: prompt (or messages), chosen, rejected and, optionally,
     critique: a text with {chosen} and {rejected} for the letters, or two texts.
 
-    From a store of feedback instead, read its pairs, the last share ``holdout`` of which are "eval". Raises
-    ValueError that names the row.
+    From a store of feedback, read the pairs that its events show; the last share ``holdout`` of them are
+    "eval". Raises ValueError for a source without pairs, and for a faulty row, which it names.
     """
     if source.startswith(("postgresql://", "postgres://")) or Path(source).suffix in STORES:
         return _read_store(source, holdout)
@@ -67,7 +67,8 @@ def preferences(source: str, holdout: float = 0.0) -> list[Preference]:
 
 
 def _read_store(source: str, holdout: float) -> list[Preference]:
-    """Read the pairs of answers and events that may be trained on. The splits share no user and no prompt."""
+    """Read the pairs of answers and events that may be trained on. The splits share no prompt, and no user
+    unless one of them would be empty then. Raises ValueError for a store that is missing or shows no pair."""
     if "://" not in source and not Path(source).is_file():
         raise ValueError(f"there is no store {source}; give the one of ostinato serve --feedback")
     with open_store(source) as store:
@@ -102,22 +103,22 @@ def _strip_messages(chat: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, str
     return ({"role": str(message["role"]), "content": str(message.get("content") or "")} for message in chat)
 
 
-def _parse_preference(row: Mapping[str, Any], where: str) -> Preference:
-    """Parse a row of pairs. Raises ValueError that names ``where`` it is."""
+def _parse_preference(row: Mapping[str, Any], row_name: str) -> Preference:
+    """Parse a row of pairs. Raises ValueError for a faulty row; ``row_name`` names it."""
     prompt = row.get("prompt") or row.get("messages") or row.get("question")
     if not prompt:
-        raise ValueError(f"{where} has no 'prompt'; give it a text or a chat")
-    chat = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else messages(prompt, where)
+        raise ValueError(f"{row_name} has no 'prompt'; give it a text or a chat")
+    chat = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else messages(prompt, row_name)
     answers = []
     for name in ("chosen", "rejected"):
         value = row.get(name)
         answers.append(
-            value if isinstance(value, str) else messages(value, where)[-1]["content"] if value else ""
+            value if isinstance(value, str) else messages(value, row_name)[-1]["content"] if value else ""
         )
         if not answers[-1].strip():
-            raise ValueError(f"{where} has no {name!r}; give it a text or a chat that ends with one")
+            raise ValueError(f"{row_name} has no {name!r}; give it a text or a chat that ends with one")
     if answers[0].strip() == answers[1].strip():
-        raise ValueError(f"{where} has the same answer as chosen and as rejected; leave the row out")
+        raise ValueError(f"{row_name} has the same answer as chosen and as rejected; leave the row out")
     value = row.get("critique") or ""
     critiques = (
         [value.replace("{chosen}", good).replace("{rejected}", bad) for good, bad in (("A", "B"), ("B", "A"))]
@@ -125,7 +126,7 @@ def _parse_preference(row: Mapping[str, Any], where: str) -> Preference:
         else list(value)
     )
     if len(critiques) != 2 or (side := row.get("split") or "") not in ("", "train", "eval"):
-        raise ValueError(f"{where}: critique is a text or two, and split is train or eval; mend the row")
+        raise ValueError(f"{row_name}: critique is a text or two, and split is train or eval; mend the row")
     return Preference(
         chat=tuple(chat),
         chosen=answers[0],
@@ -139,8 +140,8 @@ def _parse_preference(row: Mapping[str, Any], where: str) -> Preference:
 
 
 def write_data(rows: Sequence[Preference], spec: Spec, folder: Path, holdout: float) -> None:
-    """Write into ``folder`` the data of both runs; the same rows give the same bytes. Raises ValueError where
-    a split has no row."""
+    """Write the data of both runs, the held-out pairs and judge.json into ``folder``. The same rows give the
+    same bytes. Raises ValueError for a split without rows."""
     splits: dict[str, list[Preference]] = {"train": [], "eval": []}
     for row in rows:
         is_held_out = int.from_bytes(row.digest[:4], "big") < holdout * 2**32
@@ -155,20 +156,20 @@ def write_data(rows: Sequence[Preference], spec: Spec, folder: Path, holdout: fl
             ("pairs", _generate_episodes(split_rows, spec)),
         ):
             (folder / kind).mkdir(parents=True, exist_ok=True)
-            _write(folder / kind / f"{name}.jsonl", lines)
+            _write_rows(folder / kind / f"{name}.jsonl", lines)
     held_out = (
         {"prompt": [*row.chat], "chosen": row.chosen, "rejected": row.rejected} for row in splits["eval"]
     )
-    _write(folder / "held_out.jsonl", held_out)
+    _write_rows(folder / "held_out.jsonl", held_out)
     write_spec(spec, folder)
 
 
-def _write(file: Path, rows: Iterator[Row]) -> None:
+def _write_rows(file: Path, rows: Iterator[Row]) -> None:
     atomic_write(file, "".join(json.dumps(row) + "\n" for row in rows).encode())
 
 
 def _build_orders(row: Preference, spec: Spec) -> list[tuple[list[dict[str, str]], str, str]]:
-    """(chat, verdict, critique) in both orders: first with the chosen answer as A, then as B."""
+    """Build (chat, verdict, critique) of both orders: first with the chosen answer as A, then as B."""
     orders = ((row.chosen, row.rejected), "A"), ((row.rejected, row.chosen), "B")
     return [
         (_build_chat(row, answers, spec), label, critique)
@@ -177,13 +178,13 @@ def _build_orders(row: Preference, spec: Spec) -> list[tuple[list[dict[str, str]
 
 
 def _build_chat(row: Preference, answers: tuple[str, str], spec: Spec) -> list[dict[str, str]]:
-    text, _ = judging.pairwise_prompts(spec.template, question(row.chat), *answers)
+    text, _ = judging.build_prompts(spec.template, format_chat(row.chat), *answers)
     return [{"role": "user", "content": text}]
 
 
 def _generate_warm_rows(rows: Sequence[Preference], spec: Spec) -> Iterator[Row]:
     for chat, label, critique in (order for row in rows for order in _build_orders(row, spec)):
-        text = f"{judging.critique_of(critique)}\nVerdict: {label}".lstrip()
+        text = f"{judging.extract_critique(critique)}\nVerdict: {label}".lstrip()
         yield {"prompt": chat, "completion": [{"role": "assistant", "content": text}]}
 
 
@@ -208,15 +209,15 @@ class Plan:
     rl: Recipe
 
     def after(self, warm: Path) -> Recipe:
-        """Return the recipe of the RL that goes on from the run in ``warm``."""
+        """Return the recipe of the RL that begins with the adapter of the run in ``warm``."""
         adapter = self.rl.adapter.model_copy(update={"path": str(RunFolder(warm).adapter.absolute())})
         return self.rl.model_copy(update={"adapter": adapter})
 
 
-def plan(source: str, overrides: Sequence[str], template: str, holdout: float) -> Plan:
+def plan_runs(source: str, overrides: Sequence[str], template: str, holdout: float) -> Plan:
     """Write the data of both runs into a folder beside them; return the recipes of the runs. Overrides hold
-    for both, those that begin with ``warm.`` or ``rl.`` for one. Raises ValueError for rows and keys that
-    cannot be used."""
+    for both runs; those that begin with ``warm.`` or ``rl.`` hold for one. Raises ValueError for rows and
+    keys that cannot be used, and for a judge that is no adapter."""
     shared_overrides = [override for override in overrides if not override.startswith(("warm.", "rl."))]
     overrides_of = {
         kind: [override.removeprefix(kind) for override in overrides if override.startswith(kind)]
@@ -226,7 +227,7 @@ def plan(source: str, overrides: Sequence[str], template: str, holdout: float) -
     if rl.adapter.kind == "full":
         raise ValueError('adapter.kind is "full", and a judge is an adapter; use "lora"')
     spec = Spec(model=rl.model.path, template=template, max_tokens=rl.rollout.max_tokens)
-    rows = preferences(source, holdout)
+    rows = read_preferences(source, holdout)
     digest = hashlib.sha256(repr((rows, spec, holdout)).encode()).hexdigest()[:12]
     folder = Path(rl.log.dir).absolute() / f"judge-data-{digest}"
     write_data(rows, spec, folder, holdout)
@@ -244,17 +245,17 @@ def _set_source(recipe: Recipe, folder: Path) -> Recipe:
 # ---- how good it is
 
 
-def figures(comparisons: Sequence[Compared]) -> dict[str, Any]:
-    """Accuracy and calibration of a judge, from pairs whose first answer is the better one; shares have 95 %
-    Wilson intervals.
+def compute_figures(comparisons: Sequence[Compared]) -> dict[str, Any]:
+    """Compute accuracy and calibration of a judge from pairs whose first answer is the better one; shares
+    have 95 % Wilson intervals.
 
     Accuracy in each order, and of both (``accuracy``: they agree and are right); ``consistency``;
-    ``unreadable`` in at least one order. ``first``: of the readable verdicts for one side, the share for the
-    answer that stood first. ``ece``: calibration error of the calibrated probabilities over both orders;
-    ``temperature`` would calibrate these further.
+    ``unreadable`` in at least one order. ``first`` is the share of the readable verdicts for one side that
+    are for the answer that stood first. ``ece`` is the error of the calibrated probabilities of both orders,
+    and ``temperature`` would calibrate them further; without probabilities both are missing.
     """
     n = len(comparisons)
-    tally = judging.tally([(pair.ab, pair.ba) for pair in comparisons], [Choice.A] * n)
+    tally = judging.count_verdicts([(pair.ab, pair.ba) for pair in comparisons], [Choice.A] * n)
     shares = {
         "accuracy_ab": sum(pair.ab is Choice.A for pair in comparisons) / n,
         "accuracy_ba": sum(pair.ba is Choice.B for pair in comparisons) / n,
@@ -269,6 +270,6 @@ def figures(comparisons: Sequence[Compared]) -> dict[str, Any]:
     labels = np.ones(len(log_odds))
     row |= {"first": tally.first, "with_probability": len(log_odds)}
     if len(log_odds):
-        row["ece"] = judging.calibration_error(judging.probability(log_odds), labels)
-        row["temperature"] = judging.temperature(log_odds, labels)
+        row["ece"] = judging.compute_calibration_error(judging.compute_probability(log_odds), labels)
+        row["temperature"] = judging.fit_temperature(log_odds, labels)
     return row

@@ -1,5 +1,5 @@
-"""Judges by name, ``judge:RUN``, ``judge:MODEL`` or ``judge:http://HOST/v1#MODEL``, several by commas: where
-they come from, at which revision, and what writes their replies."""
+"""The sources, revisions and writers of judges. Names are ``judge:RUN``, ``judge:MODEL`` or
+``judge:http://HOST/v1#MODEL``, several of them with commas."""
 
 from __future__ import annotations
 
@@ -54,15 +54,15 @@ class Source:
     address: str = ""
 
 
-def sources(names: str, like: Spec | None = None) -> list[Source]:
-    """Return the sources of the judges "A,B". A model or an address has no judge.json: its description is
-    ``like``. Raises ValueError for ``NAME@REVISION`` where the judge has another revision by now, and for a
-    name that is none."""
+def open_sources(names: str, like: Spec | None = None) -> list[Source]:
+    """Return the sources of the judges "A,B". ``like`` describes a model or an address that has no
+    judge.json. Raises ValueError for ``NAME@REVISION`` if the judge has another revision by now, for a name
+    that is none, for a bad judge.json, and for a run without an adapter."""
     return [_open_source(name.strip(), like) for name in names.split(",")]
 
 
 def _open_source(full_name: str, like: Spec | None) -> Source:
-    """Find the source of a judge "NAME" or "NAME@REVISION". Raises ValueError for another revision."""
+    """Open the source of a judge "NAME" or "NAME@REVISION", see ``open_sources``."""
     name, _, pin = full_name.rpartition("@") if "@" in full_name.rpartition("/")[2] else (full_name, "", "")
     if name.startswith(("http://", "https://")):
         address, _, model = name.partition("#")
@@ -70,7 +70,7 @@ def _open_source(full_name: str, like: Spec | None) -> Source:
     else:
         address, folder = "", Path(name).expanduser()
         spec_file = _find_spec_file(folder)
-        spec = replace(like or Spec(model=""), model=name) if spec_file is None else _read(spec_file)
+        spec = replace(like or Spec(model=""), model=name) if spec_file is None else _read_spec(spec_file)
         if spec_file is not None and (folder / "config.json").is_file():
             spec, spec_file = replace(spec, model=name), None  # a full model, with its description beside it
         adapter = None if spec_file is None else _find_adapter(folder)
@@ -86,7 +86,8 @@ def _open_source(full_name: str, like: Spec | None) -> Source:
 
 
 def _find_spec_file(folder: Path) -> Path | None:
-    """The judge.json of a folder; for a run that was killed before it wrote one, that of the run's data."""
+    """Return the judge.json of a folder, or that of the run's data if the run was killed before it wrote one;
+    None without both."""
     file, recipe = folder / FILE, folder / "recipe.toml"
     if file.is_file() or not recipe.is_file():
         return file if file.is_file() else None
@@ -94,7 +95,7 @@ def _find_spec_file(folder: Path) -> Path | None:
     return data_file if data_file.is_file() else None
 
 
-def _read(file: Path) -> Spec:
+def _read_spec(file: Path) -> Spec:
     try:
         document = parse_json(file.read_bytes())
         if (form := document.pop("form", FORM)) != FORM:
@@ -121,7 +122,7 @@ def _find_adapter(folder: Path) -> Path:
 
 
 def _hash_revision(spec: Spec, address: str, adapter: Path | None) -> str:
-    """Hash all that decides on verdicts: not ``calibration``."""
+    """Hash all that decides on verdicts, which ``calibration`` does not."""
     settings = {**asdict(spec), "form": FORM, "calibration": 1.0, "address": address}
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     digest.update(b"" if adapter is None else (adapter / LOGICAL).read_bytes())
@@ -129,11 +130,11 @@ def _hash_revision(spec: Spec, address: str, adapter: Path | None) -> str:
 
 
 def pin_judges(recipe: Recipe) -> Recipe:
-    """Return the recipe with its revision behind each judge's name: a resumed run then judges as it began, or
-    is refused."""
+    """Return the recipe with its revision behind each judge's name. With that a resumed run judges as it
+    began, or is refused. Raises ValueError for a judge that cannot be opened."""
     name_of = {function: function for function in recipe.reward.functions}
     for function in filter(is_judge, name_of):
-        judges = sources(function.removeprefix(JUDGE))
+        judges = open_sources(function.removeprefix(JUDGE))
         name_of[function] = JUDGE + ",".join(f"{judge.name}@{judge.revision}" for judge in judges)
     tree = recipe.model_dump(mode="json")
     tree["reward"]["functions"] = [name_of[function] for function in recipe.reward.functions]
@@ -172,7 +173,8 @@ class EngineWriter:
         self._context, self._counters = context, counters
 
     async def write(self, chats: Sequence[Chat], seeds: Sequence[int], spec: Spec) -> list[Reply]:
-        """Sample a reply to each chat; a chat that is too long for the context gets a fault instead."""
+        """Sample a reply to each chat, and count its tokens. A chat that is too long for the context, or
+        whose sampling fails, gets a fault."""
         sampling = Sampling(
             temperature=spec.temperature, max_tokens=spec.max_tokens, stop_tokens=self._renderer.stop_tokens
         )
@@ -198,7 +200,8 @@ class EngineWriter:
         return [replies[place] for place in range(len(chats))]
 
     def _build_reply(self, completion: Completion, emitted: Sequence[Emitted]) -> Reply:
-        """Build the reply, with the probabilities of the likeliest tokens where the last label stands."""
+        """Build the reply, with the probabilities of the likeliest tokens in the place of the last label; a
+        fault for a completion with an error."""
         if completion.stop is Stop.ERROR:
             return Reply(fault="engine", detail=completion.error)
         words = [self._renderer.decode([token]).strip() for token in completion.tokens.tolist()]
@@ -218,11 +221,12 @@ class EngineSeconds:
         self.engine, self._counters, self._reported = engine, counters, 0.0
 
     async def generate(self, requests: Sequence[Request]) -> Events:
-        """Yield the samples of the engine, pieces before completions."""
+        """Yield the samples of the engine, pieces before completions. Adds the engine's seconds to the
+        counters."""
         new_pieces = deque[tuple[int, Emitted]]()
         try:
             async for index, completion in self.engine.generate(
-                requests, lambda at, piece: new_pieces.append((at, piece))
+                requests, lambda index, piece: new_pieces.append((index, piece))
             ):
                 while new_pieces:
                     yield new_pieces.popleft()
@@ -235,8 +239,8 @@ class EngineSeconds:
 
 @cache
 def _load_certificates() -> ssl.SSLContext:
-    """Load the certificates once: each group has a client of its own, which would else spend more time on
-    loading them than on its calls."""
+    """Load the certificates once. Each group has a client of its own, which would spend more time on loading
+    them than on its calls."""
     import httpx2
 
     return httpx2.create_ssl_context()
@@ -251,6 +255,7 @@ class AddressWriter:
         self._counters = counters
 
     async def write(self, chats: Sequence[Chat], seeds: Sequence[int], spec: Spec) -> list[Reply]:
+        """Return a reply to each chat, or a fault; ``AT_ONCE`` calls run at a time."""
         import httpx2
 
         key = os.environ.get(KEY, "")
@@ -264,7 +269,8 @@ class AddressWriter:
     async def _call(
         self, client: httpx2.AsyncClient, slots: asyncio.Semaphore, chat: Chat, seed: int, spec: Spec
     ) -> Reply:
-        """Ask the address for one reply, at most ``TRIES`` times; a call that fails gives a fault."""
+        """Ask the address for one reply, at most ``TRIES`` times, and count repeated calls and tokens. A call
+        that fails gives a fault."""
         import httpx2
 
         body = {
@@ -285,13 +291,13 @@ class AddressWriter:
                 detail = f"{self._url}: {type(error).__name__} {error}"
                 continue
             if reply.is_success:
-                return self._read(reply.content)
+                return self._read_reply(reply.content)
             detail = f"{self._url} answered {reply.status_code}: {reply.text[:200]}"
             if reply.status_code not in AGAIN:
                 break
         return Reply(fault="unreachable", detail=detail)
 
-    def _read(self, content: bytes) -> Reply:
+    def _read_reply(self, content: bytes) -> Reply:
         try:
             tree: Any = parse_json(content)
             text, usage = tree["choices"][0]["message"]["content"], tree.get("usage") or {}

@@ -2,8 +2,7 @@
 
     template -> prompt -> (a model) -> critique, verdict -> parse -> both orders -> Choice -> reward
 
-A verdict that cannot be read, or that turns with the order of the answers, is counted and is never taken
-for a tie.
+A verdict that cannot be read, or that changes with the order of the answers, is counted and is no tie.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from ostinato.apps.product.texts import words
+from ostinato.apps.product.texts import split_words
 
 
 class Choice(StrEnum):
@@ -45,19 +44,21 @@ TEMPLATE = (
 
 
 def check_template(template: str) -> None:
-    """Raise ValueError for a field of ``str.format`` that is missing or unknown."""
+    """Raise ValueError for a field of ``str.format`` that is missing or unknown, and for a broken
+    template."""
     fields = {field for _, field, _, _ in Formatter().parse(template) if field is not None}
     if fields != (required := {"prompt", "a", "b"}):
         raise ValueError(f"the template has fields {sorted(fields)}; it needs {sorted(required)}")
 
 
 def _strip_markup(text: str) -> str:
-    """Remove our tags and break verdict lines: a verdict in an answer must not count as the judge's."""
+    """Remove our tags, and break verdict lines so that a verdict in an answer does not count as the
+    judge's."""
     text = re.sub(r"</?(prompt|answer(?:_\w+)?)>", "", text)
     return re.sub(r"(?im)^(\W*)(verdict)(\W*):", r"\1\2\3", text)
 
 
-def pairwise_prompts(template: str, prompt: str, a: str, b: str) -> tuple[str, str]:
+def build_prompts(template: str, prompt: str, a: str, b: str) -> tuple[str, str]:
     """Return the prompts of both orders, (a, b) and (b, a). ``template``: "" is TEMPLATE."""
     prompt, a, b = _strip_markup(prompt), _strip_markup(a), _strip_markup(b)
     form = (template or TEMPLATE).format
@@ -68,7 +69,7 @@ _VERDICT = re.compile(r"(?im)^\W*verdict\W*:\W*(?:answer[ _])?(a|b|tie)\b\W*$")
 
 
 def parse_verdict(text: str) -> Choice:
-    """Return the verdict of the verdict lines in a judge's answer; UNREADABLE without a line, or where lines
+    """Return the verdict of the verdict lines in a judge's answer; UNREADABLE without a line or if lines
     differ."""
     verdicts = {match.lower() for match in _VERDICT.findall(text)}
     if len(verdicts) != 1:
@@ -76,14 +77,14 @@ def parse_verdict(text: str) -> Choice:
     return {"a": Choice.A, "b": Choice.B}.get(verdicts.pop(), Choice.TIE)
 
 
-def critique_of(text: str) -> str:
+def extract_critique(text: str) -> str:
     """Return the text before the first verdict line."""
     verdict = _VERDICT.search(text)
     return text[: verdict.start() if verdict else None].strip()
 
 
-def both_orders(ab: Choice, ba: Choice) -> Choice:
-    """Merge two verdicts, of (a, b) in that order and in the order (b, a), into a verdict about (a, b)."""
+def merge_orders(ab: Choice, ba: Choice) -> Choice:
+    """Merge the verdicts of the orders (a, b) and (b, a) into one about (a, b); UNREADABLE if either is."""
     if Choice.UNREADABLE in (ab, ba):
         return Choice.UNREADABLE
     return ab if ab == ba.swapped else Choice.INCONSISTENT
@@ -95,7 +96,7 @@ def verdict_reward(ab: Choice, ba: Choice, label: Choice, process: float = 1.0) 
     (RM-NLHF, arXiv 2601.07349). Raises ValueError for ``process`` outside 0 to 1."""
     if not 0 <= process <= 1:
         raise ValueError(f"process is {process}; a share from 0 to 1")
-    return process if both_orders(ab, ba) == label else 0.0
+    return process if merge_orders(ab, ba) == label else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,9 +111,9 @@ class Tally:
     counts: Mapping[str, int]  # of the verdicts of both orders
 
 
-def tally(verdicts: Sequence[tuple[Choice, Choice]], labels: Sequence[Choice]) -> Tally:
-    """Count verdicts in the orders (a, b) and (b, a). Shares are NaN without verdicts."""
-    choices = [both_orders(*verdict) for verdict in verdicts]
+def count_verdicts(verdicts: Sequence[tuple[Choice, Choice]], labels: Sequence[Choice]) -> Tally:
+    """Count verdicts in the orders (a, b) and (b, a). A share of no verdicts is NaN."""
+    choices = [merge_orders(*verdict) for verdict in verdicts]
     n = len(choices)
     decisive_choices = [
         choice for verdict in verdicts for choice in verdict if choice in (Choice.A, Choice.B)
@@ -131,7 +132,7 @@ def tally(verdicts: Sequence[tuple[Choice, Choice]], labels: Sequence[Choice]) -
 
 
 _COMMON = frozenset(
-    words(
+    split_words(
         "a an and answer answers are as at be better both but by for from good has have i in is it its more"
         " no not of on or response so than that the them then there these they this to too very was well"
         " which while with worse"
@@ -139,7 +140,7 @@ _COMMON = frozenset(
 )
 
 
-def claims(critique: str) -> list[str]:
+def split_claims(critique: str) -> list[str]:
     """Return the sentences and lines of a critique that have at least two content words."""
     parts = re.split(r"(?<=[.!?;])\s+|\n+", critique)
     return [part.strip() for part in parts if len(_extract_content(part)) >= 2]
@@ -147,17 +148,20 @@ def claims(critique: str) -> list[str]:
 
 def _extract_content(text: str) -> set[str]:
     """Return the words of a text that carry meaning: no stop words, no single letters; single digits stay."""
-    content = {word for word in words(text.lower()) if word[0].isalnum() and word not in _COMMON}
+    content = {word for word in split_words(text.lower()) if word[0].isalnum() and word not in _COMMON}
     return {word for word in content if len(word) > 1 or word.isdigit()}
 
 
 def critique_f1(critique: str, reference: str, alike: float = 0.5) -> float:
-    """F1 of the claims of a critique against those of a reference. Two claims match where their content words
-    have a Dice overlap of at least ``alike``, each claim once. NaN where the reference has no claims.
+    """Compute the F1 of the claims of a critique against those of a reference. Two claims match if the Dice
+    overlap of their content words is at least ``alike``; each claim matches once. NaN if the reference has no
+    claims.
 
-    RM-NLHF (arXiv 2601.07349) lets a model match the arguments instead.
+    In RM-NLHF (arXiv 2601.07349) a model matches the arguments.
     """
-    ours, theirs = ([_extract_content(claim) for claim in claims(text)] for text in (critique, reference))
+    ours, theirs = (
+        [_extract_content(claim) for claim in split_claims(text)] for text in (critique, reference)
+    )
     if not theirs:
         return math.nan
     overlap = np.array([[2 * len(a & b) / (len(a) + len(b)) for b in theirs] for a in ours])
@@ -169,9 +173,9 @@ def critique_f1(critique: str, reference: str, alike: float = 0.5) -> float:
     return 2 * matches / (len(ours) + len(theirs))
 
 
-def pairings(n: int) -> list[tuple[int, int]]:
-    """Ordered pairs of a group of n to judge: a ring of 2 n, in which each is compared with two others in
-    both orders; for n < 4 that is all pairs."""
+def list_pairings(n: int) -> list[tuple[int, int]]:
+    """Return the ordered pairs to judge in a group of n: a ring of 2 n, which compares each with two others
+    in both orders. For n < 4 that is all pairs."""
     if n < 4:
         return [(i, j) for i in range(n) for j in range(n) if i != j]
     return [pair for i in range(n) for pair in ((i, (i + 1) % n), ((i + 1) % n, i))]
@@ -185,7 +189,7 @@ def win_rates(n: int, verdicts: Mapping[tuple[int, int], Choice]) -> tuple[np.nd
     counts: Counter[str] = Counter()
     for i, j in {(min(pair), max(pair)) for pair in verdicts}:
         default = Choice.UNREADABLE
-        choice = both_orders(verdicts.get((i, j), default), verdicts.get((j, i), default))
+        choice = merge_orders(verdicts.get((i, j), default), verdicts.get((j, i), default))
         counts[choice.value] += 1
         if (score := {Choice.A: 1.0, Choice.B: 0.0, Choice.TIE: 0.5}.get(choice)) is not None:
             wins[[i, j]] += score, 1 - score
@@ -194,19 +198,22 @@ def win_rates(n: int, verdicts: Mapping[tuple[int, int], Choice]) -> tuple[np.nd
 
 
 def log_odds(ab: np.ndarray, ba: np.ndarray) -> np.ndarray:
-    """Log-odds that a is better, free of the bias of order: ``ab`` are log P("A") - log P("B") in the order
-    (a, b), ``ba`` in the order (b, a)."""
+    """Return log-odds that a is better, without the bias of the order. ``ab`` and ``ba`` are log P("A") -
+    log P("B") in the orders (a, b) and (b, a)."""
     return (np.asarray(ab, float) - np.asarray(ba, float)) / 2
 
 
-def temperature(log_odds: np.ndarray, labels: np.ndarray, least: float = 0.05, most: float = 20.0) -> float:
-    """T that minimises the cross-entropy of sigmoid(log_odds / T) against ``labels`` in 0 or 1 (Guo et al.,
-    arXiv 1706.04599, section 4.2). It is convex in 1 / T, so a bisection of its slope finds T."""
+def fit_temperature(
+    log_odds: np.ndarray, labels: np.ndarray, least: float = 0.05, most: float = 20.0
+) -> float:
+    """Fit the temperature T in [``least``, ``most``] that minimises the cross-entropy of sigmoid(log_odds /
+    T) against ``labels`` in 0 or 1 (Guo et al., arXiv 1706.04599, section 4.2). It is convex in 1 / T, so a
+    bisection of its slope finds T."""
     x, y = np.asarray(log_odds, float), np.asarray(labels, float)
     low, high = 1 / most, 1 / least
 
     def slope(b: float) -> float:
-        return float(np.sum((probability(x * b) - y) * x))
+        return float(np.sum((compute_probability(x * b) - y) * x))
 
     for _ in range(60):
         middle = math.sqrt(low * high)
@@ -214,11 +221,13 @@ def temperature(log_odds: np.ndarray, labels: np.ndarray, least: float = 0.05, m
     return 1 / math.sqrt(low * high)
 
 
-def probability(log_odds: np.ndarray) -> np.ndarray:
+def compute_probability(log_odds: np.ndarray) -> np.ndarray:
     return 0.5 * (1 + np.tanh(np.asarray(log_odds, float) / 2))
 
 
-def calibration_gaps(p: np.ndarray, labels: np.ndarray, bins: int = 10) -> tuple[np.ndarray, np.ndarray]:
+def compute_calibration_gaps(
+    p: np.ndarray, labels: np.ndarray, bins: int = 10
+) -> tuple[np.ndarray, np.ndarray]:
     """Return ([n] bin of the confidence max(p, 1 - p), equal widths over 0.5 to 1; [n] confidence less
     correctness). ``p``: probability that the label is 1."""
     p, y = np.asarray(p, float), np.asarray(labels, float)
@@ -226,10 +235,10 @@ def calibration_gaps(p: np.ndarray, labels: np.ndarray, bins: int = 10) -> tuple
     return np.minimum(((conf - 0.5) * 2 * bins).astype(int), bins - 1), conf - np.where(p >= 0.5, y, 1 - y)
 
 
-def calibration_error(p: np.ndarray, labels: np.ndarray, bins: int = 10) -> float:
-    """Expected calibration error (arXiv 1706.04599, section 2): the mean over bins of the distance between
-    confidence and accuracy. NaN without labels."""
-    place, gap = calibration_gaps(p, labels, bins)
+def compute_calibration_error(p: np.ndarray, labels: np.ndarray, bins: int = 10) -> float:
+    """Compute the expected calibration error (arXiv 1706.04599, section 2): the mean over bins of the
+    distance between confidence and accuracy. NaN without labels."""
+    place, gap = compute_calibration_gaps(p, labels, bins)
     return float(np.abs(np.bincount(place, gap, bins)).sum() / len(gap)) if len(gap) else math.nan
 
 
@@ -237,9 +246,9 @@ def calibration_error(p: np.ndarray, labels: np.ndarray, bins: int = 10) -> floa
 
 
 class BothOrders:
-    """An environment of two turns: a row's prompt and then, in a new conversation, the chat in its column
-    ``swapped``, a comparison with its two answers in the other order. Reward functions get both answers of
-    the policy."""
+    """An environment of two turns. The first is the row's prompt. The second is the chat in its column
+    ``swapped``, a new conversation with the two compared answers in the other order. Reward functions get
+    both answers of the policy."""
 
     def reset(self, *, seed: int, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         self._swapped_chat = list(options["swapped"])
@@ -256,22 +265,23 @@ def both_right(
     critiques: Sequence[Sequence[str]] | None = None,
     **columns: Any,
 ) -> list[float]:
-    """The rewards of answers to ``BothOrders``: 0 unless the verdicts of both orders agree and are right
-    (``answer``: the label in the first order). Then 1, or, where the row has ``critiques`` of both orders,
-    1/2 plus half their mean F1."""
+    """Return the rewards of answers to ``BothOrders``. A reward is 0 unless the verdicts of both orders agree
+    and are right; ``answer`` is the label in the first order. It is then 1, or 1/2 plus half of the mean F1
+    if the row has ``critiques`` of both orders."""
     references = critiques if critiques is not None else [("", "")] * len(completions)
     return [_compute_reward(*row) for row in zip(completions, answer, references, strict=True)]
 
 
 def _compute_reward(replies: Sequence[Mapping[str, str]], label: str, references: Sequence[str]) -> float:
-    """The reward of the replies to both orders, 0 where the second reply is missing."""
+    """Compute the reward of the replies to both orders; 0 without a second reply."""
     texts = [reply["content"] for reply in replies]
     if len(texts) < 2:  # the first answer was cut off
         return 0.0
     ab, ba = (parse_verdict(text) for text in texts)
     f1 = [
-        critique_f1(critique_of(text), reference) for text, reference in zip(texts, references, strict=True)
+        critique_f1(extract_critique(text), reference)
+        for text, reference in zip(texts, references, strict=True)
     ]
-    defined = [score for score in f1 if not math.isnan(score)]  # NaN: the reference claims nothing
-    process = 0.5 + 0.5 * sum(defined) / len(defined) if defined else 1.0
+    known_scores = [score for score in f1 if not math.isnan(score)]  # NaN: the reference claims nothing
+    process = 0.5 + 0.5 * sum(known_scores) / len(known_scores) if known_scores else 1.0
     return verdict_reward(ab, ba, Choice(label), process)

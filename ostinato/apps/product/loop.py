@@ -1,4 +1,4 @@
-"""The continual loop as a pure state machine: its position, and the position after the finding of a stage.
+"""The continual loop as a pure state machine: its positions, and the step from one to the next by a finding.
 
     collect -> freeze -> judge -> judge_gates -> policy -> policy_gates -> canary -> collect
                            |           |            |            |            |
@@ -7,9 +7,9 @@
 A stage that fails leads back to collect, and its candidate is dropped. An alarm of the policy's run also puts
 exemplars into the hack bank, and the judge is refreshed first.
 
-A judge or a policy is a revision: the hash of its adapter. It is promoted in one place each: a judge by its
-gates, a policy behind those of the same round; a roll-back is the old revision, which was never changed.
-``advance`` decides; the work of a stage, which may be killed and done again, is in ``runs``.
+A judge or a policy is a revision, the hash of its adapter. A judge is promoted by its gates, a policy by its
+canary after its gates in the same round. A roll-back returns to the old revision, which was never changed.
+``advance`` decides. The work of a stage is in ``runs``; it may be killed and done again.
 """
 
 from __future__ import annotations
@@ -82,38 +82,46 @@ class Decision:
         return asdict(self)
 
 
-def advance(at: Position, finding: Finding) -> tuple[Position, str]:
+def advance(position: Position, finding: Finding) -> tuple[Position, str]:
     """Return (the next position, the decision in words).
 
     Raises ValueError for a finding that its stage cannot have: a candidate without a revision, an alarm
-    outside the policy's training.
+    outside the policy's training, a promotion of a candidate that is missing or that its gates have not
+    cleared.
     """
-    if finding.verdict is Verdict.ALARM and at.stage is not Stage.POLICY:
-        raise ValueError(f"an alarm at stage {at.stage}; only the training of a policy has detectors")
-    if at.stage in (Stage.JUDGE, Stage.POLICY) and finding.verdict is Verdict.PASSED and not finding.revision:
-        raise ValueError(f"stage {at.stage} passed without a revision; give the hash of its adapter")
+    if finding.verdict is Verdict.ALARM and position.stage is not Stage.POLICY:
+        raise ValueError(f"an alarm at stage {position.stage}; only the training of a policy has detectors")
+    if (
+        position.stage in (Stage.JUDGE, Stage.POLICY)
+        and finding.verdict is Verdict.PASSED
+        and not finding.revision
+    ):
+        raise ValueError(f"stage {position.stage} passed without a revision; give the hash of its adapter")
     if finding.verdict is not Verdict.PASSED:
-        return _return_to_collect(at, finding)
-    target = replace(at, stage=ORDER[(ORDER.index(at.stage) + 1) % len(ORDER)])
-    match at.stage:
+        return _return_to_collect(position, finding)
+    target = replace(position, stage=ORDER[(ORDER.index(position.stage) + 1) % len(ORDER)])
+    match position.stage:
         case Stage.COLLECT:
-            return replace(target, round=at.round + 1, candidate="", cleared=""), "window complete"
+            return replace(target, round=position.round + 1, candidate="", cleared=""), "window complete"
         case Stage.FREEZE:
-            return replace(target, frozen=max(finding.frozen, at.frozen)), "window frozen"
+            return replace(target, frozen=max(finding.frozen, position.frozen)), "window frozen"
         case Stage.JUDGE | Stage.POLICY:
-            return replace(target, candidate=finding.revision, cleared=""), f"{at.stage} candidate trained"
+            return replace(
+                target, candidate=finding.revision, cleared=""
+            ), f"{position.stage} candidate trained"
         case Stage.POLICY_GATES:
-            return replace(target, cleared=at.candidate), "candidate cleared by its gates"
-    if not at.candidate or (at.stage is Stage.CANARY and at.cleared != at.candidate):
-        raise ValueError(f"stage {at.stage} passed for a candidate that its gates have not cleared")
+            return replace(target, cleared=position.candidate), "candidate cleared by its gates"
+    if not position.candidate or (position.stage is Stage.CANARY and position.cleared != position.candidate):
+        raise ValueError(f"stage {position.stage} passed for a candidate that its gates have not cleared")
     after = replace(target, candidate="", cleared="")
-    if at.stage is Stage.JUDGE_GATES:
-        return replace(after, judge=at.candidate, refresh=False), "judge promoted"
-    return replace(after, policy=at.candidate), "policy promoted"
+    if position.stage is Stage.JUDGE_GATES:
+        return replace(after, judge=position.candidate, refresh=False), "judge promoted"
+    return replace(after, policy=position.candidate), "policy promoted"
 
 
-def _return_to_collect(at: Position, finding: Finding) -> tuple[Position, str]:
-    """Return to COLLECT, with judge and policy as they are."""
+def _return_to_collect(position: Position, finding: Finding) -> tuple[Position, str]:
+    """Return to COLLECT, with judge and policy as they are and without a candidate. After an alarm the judge
+    has to be refreshed first."""
     is_alarm = finding.verdict is Verdict.ALARM
     decisions = {
         Stage.JUDGE: "judge training failed",
@@ -122,21 +130,26 @@ def _return_to_collect(at: Position, finding: Finding) -> tuple[Position, str]:
         Stage.POLICY_GATES: "policy candidate dropped by its gates",
         Stage.CANARY: "policy rolled back",
     }
-    after = replace(at, stage=Stage.COLLECT, candidate="", cleared="", refresh=at.refresh or is_alarm)
-    return after, decisions.get(at.stage, f"stage {at.stage} failed")
+    after = replace(
+        position, stage=Stage.COLLECT, candidate="", cleared="", refresh=position.refresh or is_alarm
+    )
+    return after, decisions.get(position.stage, f"stage {position.stage} failed")
 
 
-def position_of(rows: Sequence[Mapping[str, Any]]) -> Position:
-    """The position that a journal of ``Decision`` rows leads to; the initial one for no rows.
+def replay_journal(rows: Sequence[Mapping[str, Any]]) -> Position:
+    """Return the position after a journal of ``Decision`` rows; the initial one for no rows.
 
     Raises ValueError for rows that do not follow from one another.
     """
-    at: Mapping[str, Any] = asdict(Position())
+    position: Mapping[str, Any] = asdict(Position())
     for number, row in enumerate(rows, 1):
-        if row["before"] != at:
+        if row["before"] != position:
             raise ValueError(
-                f"row {number} of the journal begins at {row['before']}, where row {number - 1} ended at {at}"
+                f"row {number} of the journal begins at {row['before']}, where row {number - 1} ended at "
+                f"{position}"
             )
-        at = row["after"]
-    stage = "judge_gates" if at["stage"] == "shadow" else at["stage"]  # "shadow" in older journals
-    return Position(**{**at, "stage": Stage(stage)})
+        position = row["after"]
+    stage = (
+        "judge_gates" if position["stage"] == "shadow" else position["stage"]
+    )  # "shadow" in older journals
+    return Position(**{**position, "stage": Stage(stage)})

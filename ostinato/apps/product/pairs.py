@@ -1,9 +1,9 @@
-"""Extract preferences from events: an edit beats what was generated, an accepted answer beats its rivals.
+"""Extract preferences from events: an edit beats the generated text, an accepted answer beats its rivals.
 
     exchanges, events -> extract -> deduplicated -> split by time, user and prompt
 
-A pair counts with ``strength`` (how clear the sign is) x ``weight`` (inverse propensity, of what a user was
-shown). What gives no pair is counted by its reason.
+A pair counts with ``strength`` (how clear the sign is) x ``weight`` (inverse propensity of the shown
+answers). An event or answer that gives no pair is counted by the reason.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from ostinato.apps.product.events import Event, Exchange, Kind
-from ostinato.apps.product.texts import only_adds, similarity
+from ostinato.apps.product.texts import measure_similarity, only_adds
 
 LIKES = (Kind.ACCEPT, Kind.TASK_DONE)
 DISLIKES = (Kind.REJECT, Kind.UNDO, Kind.REGENERATE, Kind.ABANDON)
@@ -53,8 +53,8 @@ class Pair:
 
     @property
     def prompt(self) -> str:
-        """The hash of the messages: equal prompts have the same."""
-        return prompt_name(self.messages)
+        """The hash of the messages, which is the same for equal prompts."""
+        return hash_prompt(self.messages)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +85,7 @@ class _Interaction:
         return self.exchange.propensity * (self.shown.exposure.propensity if self.shown else 1.0)
 
 
-def prompt_name(messages: Sequence[Mapping[str, Any]]) -> str:
+def hash_prompt(messages: Sequence[Mapping[str, Any]]) -> str:
     text = json.dumps(list(messages), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -102,9 +102,10 @@ def extract(
 ) -> Extracted:
     """Return all pairs that the events up to ``now`` show.
 
-    An edit that keeps less than ``least_kept`` is a new intent. Silence counts as not accepted ``horizon_s``
-    behind the answer. A pair of exposures weighs 1 / their propensities, at most ``clip``. Of one prompt at
-    most ``most`` pairs across arms are taken, chosen by a hash that depends neither on outcome nor on time.
+    An edit that keeps less than ``least_kept`` is a new intent. An answer without a sign counts as not
+    accepted ``horizon_s`` after it. A pair of exposures weighs 1 / their propensities, at most ``clip``. Of
+    one prompt at most ``most`` pairs across arms are taken, chosen by a hash that depends neither on outcome
+    nor on time. Pairs with equal texts are dropped and counted.
     """
     counts: Counter[str] = Counter()
     answers = {exchange.response_id: exchange for exchange in exchanges}
@@ -125,8 +126,8 @@ def extract(
 def _collect_interactions(
     answers: Mapping[str, Exchange], events: Iterable[Event], counts: Counter[str]
 ) -> dict[tuple[str, str], _Interaction]:
-    """Collect the events by (response id, user), in order of time, and count the unusable ones by their
-    reason."""
+    """Collect the events by (response id, user), in order of time; a later event of a kind replaces an
+    earlier one. Count the unusable ones by their reason."""
     unique_events = {event.event_id: event for event in events}.values()
     interactions: dict[tuple[str, str], _Interaction] = {}
     for event in sorted(unique_events, key=lambda event: (event.ts, event.event_id)):
@@ -151,12 +152,13 @@ def _collect_interactions(
 def _pair_edits(
     interactions: Mapping[tuple[str, str], _Interaction], least_kept: float, counts: Counter[str]
 ) -> Iterator[Pair]:
-    """Pair each edited answer with the original answer, weaker the more of it is kept."""
+    """Pair each edited answer with the original answer. The pair is weaker the more of it is kept. Count
+    edits that give no pair."""
     for interaction in interactions.values():
         if interaction.edit is None or interaction.edit.after is None:
             continue
         before, after = interaction.exchange.output, interaction.edit.after
-        kept_share = similarity(before, after)
+        kept_share = measure_similarity(before, after)
         reason = "unchanged" if kept_share == 1 else "additive" if only_adds(before, after) else ""
         if reason or kept_share < least_kept:
             counts[reason or "new_intent"] += 1
@@ -170,7 +172,8 @@ def _pair_edits(
 def _pair_regenerations(
     interactions: Mapping[tuple[str, str], _Interaction], counts: Counter[str]
 ) -> Iterator[Pair]:
-    """Pair each liked answer with the answer that it replaces, where that was not liked."""
+    """Pair each liked answer with the answer that it replaces, if that was not liked and has the same prompt.
+    Count the others."""
     for second in interactions.values():
         if second.shown is None or not second.shown.replaces or second.liked is None:
             continue
@@ -188,7 +191,8 @@ def _pair_alternatives(
     clip: float,
     counts: Counter[str],
 ) -> Iterator[Pair]:
-    """Pair each liked answer with every answer that was shown beside it and not liked."""
+    """Pair each liked answer with every answer that was shown beside it and not liked. Count the others, and
+    clipped weights."""
     for winner in interactions.values():
         if winner.liked is None or winner.shown is None or not winner.shown.exposure.alternatives:
             continue
@@ -209,15 +213,15 @@ def _pair_arms(
     interactions: Mapping[tuple[str, str], _Interaction],
     close_time: float,
     clip: float,
-    most: int,
+    max_pairs: int,
     counts: Counter[str],
 ) -> Iterator[Pair]:
-    """Pair liked answers of one arm with answers of other arms to the same prompt, from ``close_time`` or
-    before, that were not liked."""
+    """Pair liked answers of one arm with answers of other arms to the same prompt that were not liked by
+    ``close_time``. Count answers that are undecided, pairs over ``max_pairs``, and clipped weights."""
     prompts: dict[str, list[_Interaction]] = defaultdict(list)
     for interaction in interactions.values():
         if interaction.arm and interaction.shown is not None and not interaction.shown.exposure.alternatives:
-            prompts[prompt_name(interaction.exchange.messages)].append(interaction)
+            prompts[hash_prompt(interaction.exchange.messages)].append(interaction)
     for group in prompts.values():
         ready_members = [
             member for member in group if member.liked is not None or member.exchange.ts <= close_time
@@ -229,8 +233,8 @@ def _pair_arms(
             for loser in ready_members
             if winner.liked is not None and loser.liked is None and winner.arm != loser.arm
         ]
-        counts["over_most"] += max(0, len(rivals) - most)
-        for interaction, rival in sorted(rivals, key=_hash_ids)[:most]:
+        counts["over_most"] += max(0, len(rivals) - max_pairs)
+        for interaction, rival in sorted(rivals, key=_hash_ids)[:max_pairs]:
             weight = _compute_weight(interaction.propensity * rival.propensity, clip, counts)
             yield _pair_answers(interaction, rival, Source.APART, weight=weight)
 
@@ -242,7 +246,7 @@ def _hash_ids(pair: tuple[_Interaction, _Interaction]) -> bytes:
 
 
 def _compute_weight(propensity: float, clip: float, counts: Counter[str]) -> float:
-    counts["clipped"] += 1 / propensity > clip
+    counts["clipped"] += 1 / propensity > clip  # a bool, which counts as 0 or 1
     return min(1 / propensity, clip)
 
 

@@ -1,4 +1,4 @@
-"""Judges that run: as a reward, several together; on engines that share a base; behind an address."""
+"""Open judges on engines, which share a base, or at an address; score answers by several of them together."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ from pathlib import Path
 import numpy as np
 
 from ostinato.apps.product.judge import Cache, Chat, Compared, Judge, Score
-from ostinato.apps.product.judges import AddressWriter, EngineSeconds, EngineWriter, Source, is_judge, sources
+from ostinato.apps.product.judges import (
+    AddressWriter,
+    EngineSeconds,
+    EngineWriter,
+    Source,
+    is_judge,
+    open_sources,
+)
 from ostinato.config import Recipe
 from ostinato.launch.engine import new_engine
 from ostinato.launch.machine import resolve_auto
@@ -28,19 +35,20 @@ SKIPPED: Score = (None, "", "")
 
 
 class Panel:
-    """Score answers by several judges. Implements reward.workers.Scorer: the mean of the judges' scores; an
-    answer that one of them gives no verdict has none. ``counters`` beside those of the judges: judge/scored
-    answers, and judge/variance, the sum over them of the variance among the judges.
+    """Score answers by the mean of several judges; implements reward.workers.Scorer. An answer has no score
+    if one of the judges gives it none. Beside the judges' own ``counters``, judge/scored counts scored
+    answers, and judge/variance sums the variance among the judges over them.
 
-    Siblings are judged together; a single answer (of an evaluation) against the row's reference ``answer``.
-    Without a reference it is skipped.
+    Siblings are judged together. A single answer (of an evaluation) is judged against the row's reference
+    ``answer``, and skipped without one.
     """
 
     def __init__(self, judges: Sequence[Judge], *, timeout_s: float, counters: Counter[str]) -> None:
         self._judges, self._timeout_s, self._counters = judges, timeout_s, counters
 
     async def score(self, prompt: Prompt, answers: Sequence[str]) -> list[Score]:
-        """Return the mean score of the judges for each answer."""
+        """Return the mean score of the judges for each answer, or a fault. A judge that takes longer than the
+        limit is a fault of all answers."""
         messages = prompt.messages or ({"role": "user", "content": prompt.text or ""},)
         scores_of = await asyncio.gather(
             *(self._score_by(judge, messages, prompt, answers) for judge in self._judges)
@@ -89,7 +97,8 @@ class Bench:
         self._cache = Cache()
 
     def judge(self, source: Source) -> Judge:
-        """Open the judge of a source, at an address or on the engine of its base."""
+        """Open the judge of a source, at an address or on the engine of its base. Loads the engine if it is
+        new, and publishes the adapter on it."""
         if source.address:
             return Judge(
                 source.spec,
@@ -107,11 +116,12 @@ class Bench:
         return Judge(source.spec, source.revision, writer, self._cache, self.counters)
 
     def compare(self, source: Source, rows: Iterable[tuple[Chat, str, str]]) -> list[Compared]:
-        """Compare the two answers of every row (chat, answer, other answer) in both orders."""
+        """Open the judge and compare the two answers of every row (chat, answer, other answer) in both
+        orders. Runs an event loop of its own."""
         return asyncio.run(self.judge(source).compare_each(rows))
 
     def _get_engine(self, base: Path) -> tuple[EngineSeconds, Renderer]:
-        """Return the engine of a base, which is made once."""
+        """Return the engine of a base and its renderer. They are made at the first call."""
         if (path := base.resolve()) not in self.engines:
             recipe, renderer = self.recipe, Renderer(base)
             is_shared = (
@@ -129,14 +139,14 @@ class Bench:
         return self.engines[path]
 
 
-def scorers(recipe: Recipe, decoder: Decoder, folder: Path, counters: Counter[str]) -> dict[str, Panel]:
+def open_panels(recipe: Recipe, decoder: Decoder, folder: Path, counters: Counter[str]) -> dict[str, Panel]:
     """Open the judges among reward.functions; return their panels by name. Raises ValueError for a judge that
     cannot be opened."""
     bench = Bench(recipe=recipe, counters=counters, folder=folder, decoder=decoder)
     reward = recipe.reward
     return {
         function: Panel(
-            [bench.judge(source) for source in sources(function.removeprefix(JUDGE))],
+            [bench.judge(source) for source in open_sources(function.removeprefix(JUDGE))],
             timeout_s=reward.judge_timeout_s,
             counters=counters,
         )

@@ -2,7 +2,7 @@
 
     value = action of the policy + clip(sum over users of their terms, floor, ceiling)
 
-The table names every ``Kind`` and every ``Action``. One that is missing is refused, since a failure without a
+The table names every ``Kind`` and every ``Action``. An incomplete table is refused, since a failure without a
 reward could be exploited. Silence is worth 0. A signal counts within its horizon behind the answer, by event
 time; an answer has no value before its longest horizon has closed. A return visit is no reward of an answer.
 """
@@ -22,7 +22,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ostinato.apps.product.events import Action, Event, Exchange, Kind
-from ostinato.apps.product.texts import similarity
+from ostinato.apps.product.texts import measure_similarity
 from ostinato.config.explain import explain
 from ostinato.inputs import parse_toml
 
@@ -91,7 +91,7 @@ class Table(BaseModel):
 
 
 def _find_faults(table: Table) -> Iterable[str]:
-    """Find the faults of a table, one sentence each."""
+    """Yield the faults of a table, one sentence each. If kinds or actions are missing, yield that alone."""
     event, action = table.event, table.action
     for section, members, weights in (("event", Kind, event), ("action", Action, action)):
         if missing := [member.value for member in members if member not in weights]:
@@ -118,7 +118,8 @@ def _find_faults(table: Table) -> Iterable[str]:
 
 
 def _find_temptations(table: Table) -> Iterable[str]:
-    """Faults of a table in which failing or asking back pays more than an honest attempt at its worst."""
+    """Yield faults of a table that pays more for failing or asking back than for an honest attempt at its
+    worst."""
     if not table.action[Action.ANSWER].credit:
         yield "action.answer.credit is false; what users like about an answer has to count"
     for kind, worth in table.action.items():
@@ -131,8 +132,8 @@ def _find_temptations(table: Table) -> Iterable[str]:
 
 
 def read_table(file: Path) -> Table:
-    """Read a table. Raises ValueError with one sentence: what is missing, contradicts itself, or tempts the
-    policy."""
+    """Read a table. Raises ValueError with one sentence about a field that is missing or contradicts another,
+    or that tempts the policy."""
     return parse_table(file.read_text(encoding="utf-8"), str(file))
 
 
@@ -147,7 +148,7 @@ def parse_table(text: str, where: str = "the table") -> Table:
 
 
 def break_even(table: Table) -> float:
-    """The chance p of an accept at which p accept + (1 - p) reject = 0: 0.25 for +0.75 and -0.25."""
+    """Compute the chance p of an accept at which p accept + (1 - p) reject = 0: 0.25 for +0.75 and -0.25."""
     accept, reject = table.event[Kind.ACCEPT].weight, table.event[Kind.REJECT].weight
     return -reject / (accept - reject)
 
@@ -212,7 +213,7 @@ def rewards(exchanges: Sequence[Exchange], events: Iterable[Event], now: float, 
     }
     totals: dict[tuple[str, int], float] = defaultdict(float)
     for exchange in exchanges:
-        if now >= _compute_close(exchange, table):
+        if now >= _compute_close_time(exchange, table):
             for user, amount in _sum_amounts(exchange, by_user[exchange.response_id], table).items():
                 totals[user, int(exchange.ts // table.cap_window_s)] += abs(amount)
     scales = {key: table.cap / total for key, total in totals.items() if total > table.cap}
@@ -230,7 +231,8 @@ def rewards(exchanges: Sequence[Exchange], events: Iterable[Event], now: float, 
 
 
 def _group_by_user(exchange: Exchange, events: Iterable[Event], table: Table) -> dict[str, dict[Kind, Event]]:
-    """user -> kind -> the last such event within its horizon; further events of a kind add nothing."""
+    """Return user -> kind -> the last such event with consent and within its horizon. Earlier events of a
+    kind add nothing."""
     by_user: dict[str, dict[Kind, Event]] = defaultdict(dict)
     # By contents too: a faulty client may send events with the same id and time, whose order has to be fixed.
     for event in sorted(
@@ -242,12 +244,13 @@ def _group_by_user(exchange: Exchange, events: Iterable[Event], table: Table) ->
     return by_user
 
 
-def _compute_close(exchange: Exchange, table: Table) -> float:
+def _compute_close_time(exchange: Exchange, table: Table) -> float:
     return exchange.ts + table.horizon_s + table.lateness_s
 
 
 def _compute_terms(exchange: Exchange, event_of: Mapping[Kind, Event], table: Table) -> dict[Kind, float]:
-    """Return the terms that one user adds to an answer, by kind; none where the user abstains."""
+    """Return the terms that one user adds to an answer, by kind. There are none if the user abstains, and
+    only negative ones if the action earns no credit."""
     if any(table.event[kind].abstain for kind in event_of):
         return {}
     credit = table.action[exchange.action].credit
@@ -270,7 +273,7 @@ def _compute_amount(exchange: Exchange, event: Event, table: Table) -> float:
         case Kind.DWELL:  # as a share of the horizon
             factor = min(max(event.value or 0.0, 0.0) / worth.horizon_s, 1.0)
         case Kind.EDIT:  # the share that was kept
-            factor = similarity(exchange.output, event.after or "") - worth.zero_at
+            factor = measure_similarity(exchange.output, event.after or "") - worth.zero_at
         case _:
             factor = 1.0
     return worth.weight * factor
@@ -279,7 +282,7 @@ def _compute_amount(exchange: Exchange, event: Event, table: Table) -> float:
 def _sum_amounts(
     exchange: Exchange, by_user: Mapping[str, Mapping[Kind, Event]], table: Table
 ) -> dict[str, float]:
-    """user -> the sum of their terms, within floor and ceiling."""
+    """Return user -> the sum of their terms, within floor and ceiling."""
     sums = {
         user: math.fsum(_compute_terms(exchange, event_of, table).values())
         for user, event_of in by_user.items()
@@ -295,9 +298,11 @@ def _compute_outcome(
     table: Table,
     scales: Mapping[tuple[str, int], float],
 ) -> Outcome:
-    """Compute the outcome of an answer. ``scales``: the factor of each (user, cap window) that is over the
-    cap."""
-    closes, ignored_count = _compute_close(exchange, table), event_count - sum(map(len, by_user.values()))
+    """Compute the outcome of an answer. ``scales`` has the factor of each (user, cap window) over the cap."""
+    closes, ignored_count = (
+        _compute_close_time(exchange, table),
+        event_count - sum(map(len, by_user.values())),
+    )
     if now < closes:
         return Outcome(value=None, standing=Standing.UNDECIDED, closes=closes, ignored=ignored_count)
     action_weight, window = table.action[exchange.action].weight, int(exchange.ts // table.cap_window_s)

@@ -78,8 +78,8 @@ class Joined:
 
 
 class Store:
-    """A connection to a store, see ``open_store``. Every method raises Unavailable where the database does
-    not answer."""
+    """A connection to a store, see ``open_store``. Every method raises Unavailable if the database does not
+    answer."""
 
     def __init__(self, database: Database) -> None:
         self._db = database
@@ -91,14 +91,15 @@ class Store:
         return self.write(events, ())
 
     def record(self, exchanges: Sequence[Exchange]) -> int:
-        """Add exchanges; return how many were new."""
+        """Add exchanges and commit them. Return how many were added; known, deleted and expired ones are
+        not."""
         before = self.watermark()
         self.write((), exchanges)
         return self._count(EXCHANGES, X.seq > before)
 
     def write(self, events: Sequence[Event], exchanges: Sequence[Exchange]) -> list[Outcome]:
-        """Add events and exchanges in one transaction; return the outcomes of the events. An exchange whose
-        id is known is left as it is."""
+        """Add events and exchanges in one transaction, and return the outcomes of the events. An exchange is
+        ignored if its id is known, or if it was deleted or is older than the store keeps."""
         outcomes: list[Outcome] = []
         with self._db.transaction():
             seq = self._reserve_numbers(len(events) + len(exchanges))
@@ -177,7 +178,8 @@ class Store:
     # ---- reading
 
     def watermark(self) -> int:
-        """The number of the last committed row: as ``upto`` it makes a later read return the same rows."""
+        """Return the number of the last committed row. As ``upto`` it makes a later read return the same
+        rows."""
         return int(self._read_mark("seq"))
 
     def joined(
@@ -191,8 +193,8 @@ class Store:
     ) -> Iterator[Joined]:
         """Yield answers with ``ts`` in [since, until) by time, and their events of the first ``horizon_s``.
 
-        ``upto``: rows behind that watermark are left out. ``training``: an answer on which any event is
-        without consent is left out entirely.
+        Rows after the watermark ``upto`` are left out. With ``training``, an answer is left out entirely if
+        any event on it is without consent, even a late one.
         """
         upto = self.watermark() if upto is None else upto
         for rows in self._read_pages(EXCHANGES, X.response_id, since, until, upto):
@@ -258,8 +260,9 @@ class Store:
         return self._db.scalar(sa.select(sa.func.count()).select_from(table).where(*where))
 
     def _select_among(self, select: Any, key: sa.Column[Any], ids: Sequence[str]) -> Iterator[Any]:
-        for first in range(0, len(ids), PAGE):
-            yield from self._db.rows(select.where(key.in_(ids[first : first + PAGE])))
+        """Yield the rows whose ``key`` is among ``ids``, with a statement for each ``PAGE`` of them."""
+        for start in range(0, len(ids), PAGE):
+            yield from self._db.rows(select.where(key.in_(ids[start : start + PAGE])))
 
     def _read_pages(
         self, table: sa.Table, key: sa.Column[Any], since: float, until: float, upto: int
@@ -276,17 +279,17 @@ class Store:
                 return
 
     def _truncate_log(self) -> None:
-        """Truncate SQLite's log, which would else still have the deleted rows."""
+        """Truncate SQLite's log, in which the deleted rows would stay. PostgreSQL has no such file."""
         if self._db.in_file:
             self._db.command("PRAGMA wal_checkpoint(TRUNCATE)")
 
 
 def open_store(where: str | Path) -> Store:
-    """Open the store in a file (which is made where there is none, with its folder), or at
-    ``postgresql://...``.
+    """Open the store in a file, or at ``postgresql://...``. A missing file is made with its folder, and
+    missing tables are made too.
 
-    Raises ValueError for a file that is no store or cannot be made, for a wrong address, or without psycopg;
-    Unavailable for a database that does not answer.
+    Raises ValueError for a file that is no store or cannot be made, for a wrong address, for a store of a
+    newer program, and without psycopg; Unavailable for a database that does not answer.
     """
     first = {MARKS: [{"name": name, "value": float(name == "schema")} for name in ("schema", "seq", "floor")]}
     database = open_database(where, TABLES, "a store of feedback", first_rows=first, durable=True)

@@ -9,14 +9,14 @@ import numpy as np
 _WORD = re.compile(r"\w+|[^\w\s]")
 
 
-def words(text: str) -> list[str]:
+def split_words(text: str) -> list[str]:
     """Split a text into words and signs; white space makes no difference."""
     return _WORD.findall(text)
 
 
-def distance(first_words: list[str], second_words: list[str]) -> int:
-    """Levenshtein distance: the fewest words inserted, deleted or replaced. O(n m) in what lies between the
-    first and the last difference, a row at a time."""
+def count_edits(first_words: list[str], second_words: list[str]) -> int:
+    """Count the words that are inserted, deleted or replaced at least (Levenshtein distance). Time is O(n m)
+    and memory O(m), for n and m words from the first difference to the last."""
     head = _count_shared(first_words, second_words)
     first_words, second_words = first_words[head:], second_words[head:]
     tail = _count_shared(first_words[::-1], second_words[::-1])
@@ -44,14 +44,16 @@ def _count_shared(first_words: list[str], second_words: list[str]) -> int:
     return next(differences, min(len(first_words), len(second_words)))
 
 
-def similarity(one: str, other: str) -> float:
-    """1 - distance / words of the longer text: 1 for equal texts, 0 where no word is shared."""
-    a, b = words(one), words(other)
+def measure_similarity(one: str, other: str) -> float:
+    """Return 1 - edits / words of the longer text: 1 for equal texts, 0 if all words are replaced."""
+    a, b = split_words(one), split_words(other)
     longer = max(len(a), len(b))
-    return 1.0 - distance(a, b) / longer if longer else 1.0
+    return 1.0 - count_edits(a, b) / longer if longer else 1.0
 
 
 def only_adds(before: str, after: str) -> bool:
     """Whether ``after`` has all words of ``before`` in their order, and more: an addition, no correction."""
-    remaining_words = iter(words(after))
-    return len(words(after)) > len(words(before)) and all(word in remaining_words for word in words(before))
+    remaining_words = iter(split_words(after))
+    return len(split_words(after)) > len(split_words(before)) and all(
+        word in remaining_words for word in split_words(before)
+    )

@@ -1,18 +1,18 @@
-"""Leave-one-out: which choice of a recipe moves its ceiling, which only its efficiency (arXiv 2510.13786, 4).
+"""Leave-one-out: which choices of a recipe move its ceiling, which only its efficiency (arXiv 2510.13786, 4).
 
 An arm is the recipe with one choice changed, run with one or more seeds. For each of x = A, ln B, ln C_mid
 
     x of seed s = m + tau z[s],   z[s] ~ N(0, 1)         m: of the arm, the expected x of a new seed
     uncertainty of x of seed s: the posterior of its run
 
-tau, how far runs differ by their seed alone, is shared by all ranked arms, because two seeds say next to
-nothing about it and two seeds of nine arms do. Its posterior is a grid (restricted likelihood, as in
+tau is how far runs differ by their seed alone. All ranked arms share it, because two seeds of one arm say
+next to nothing about it, and two seeds of nine arms do. Its posterior is a grid (restricted likelihood, as in
 random-effects meta-analysis), flat in tau (Gelman 2006). Where the runs have fewer than 3 degrees of freedom
 over seeds, three runs of the paper are added: their ceilings lay within 0.015 of each other, and the paper
-takes 0.02 as the margin (section 2.2). Draws of m are the mean of one draw of each seed plus
-tau z / sqrt(seeds): variance within and between seeds is in every interval.
+takes 0.02 as the margin (section 2.2). Draws of m are the mean of one draw of each seed plus tau z /
+sqrt(seeds): variance within and between seeds is in every interval.
 
-Arms of a seed share prompts and noise. What that cancels in a difference is not used: intervals of
+Arms of a seed share prompts and noise, which partly cancel in a difference. This is not used, so intervals of
 differences are too wide rather than too narrow.
 """
 
@@ -71,7 +71,7 @@ class Arm:
 
     name: str
     seeds: tuple[int, ...]
-    known: tuple[Posterior, ...]  # of each seed
+    posteriors: tuple[Posterior, ...]  # of each seed
     assessments: tuple[Assessment, ...]
     standing: Standing  # the worst of its seeds
     reason: str  # why it is not ranked; empty where it is ranked
@@ -122,8 +122,8 @@ def ablate(
 ) -> Ablation:
     """Compare every arm with ``reference``.
 
-    Raises ValueError for runs of different axes or held-out sets, for a run that is given twice, and where no
-    run is of ``reference``.
+    Raises ValueError for runs of different axes or held-out sets, for two runs of an arm with the same seed,
+    for a run with fewer than 3 evaluations, and without a run of ``reference``.
     """
     names = list(dict.fromkeys([reference, *(run.arm for run in runs)]))
     _check_runs(runs, reference)
@@ -143,11 +143,11 @@ def ablate(
     common = _find_common_compute(runs, {arm.name for arm in arms if arm.ranked})
     arms = _score_at(arms, common, rng, draws)
     ranked_arms = [arm for arm in arms if arm.ranked]
-    tau = spreads(
-        [[_take_logs(run_posterior) for run_posterior in arm.known] for arm in ranked_arms], rng, draws
+    tau = draw_spreads(
+        [[_take_logs(run_posterior) for run_posterior in arm.posteriors] for arm in ranked_arms], rng, draws
     )
     draws_of = {
-        arm.name: pool([_take_logs(run_posterior) for run_posterior in arm.known], tau, rng)
+        arm.name: pool_seeds([_take_logs(run_posterior) for run_posterior in arm.posteriors], tau, rng)
         for arm in ranked_arms
     }
     shared_A = float(np.mean(draws_of[reference]["A"])) if reference in draws_of else None
@@ -187,7 +187,7 @@ def _summarise_arm(name: str, pairs: Sequence[tuple[Run, Posterior]]) -> Arm:
     return Arm(
         name=name,
         seeds=tuple(seeds),
-        known=tuple(run_posterior for _, run_posterior in pairs),
+        posteriors=tuple(run_posterior for _, run_posterior in pairs),
         assessments=tuple(assessments),
         standing=worst_standing,
         reason="; ".join(reasons),
@@ -195,45 +195,46 @@ def _summarise_arm(name: str, pairs: Sequence[tuple[Run, Posterior]]) -> Arm:
 
 
 def _find_common_compute(runs: Sequence[Run], ranked_names: Set[str]) -> float:
-    """The compute at which scores are compared: the least that all ended runs of ranked arms have reached. A
-    run that died early, or is still going on, does not lower it for the others, as long as a run has
-    ended."""
+    """Return the compute at which scores are compared: what all ended runs of ranked arms have reached.
+    Without such runs, all ended runs count, and without these all runs. So a run that died early, or is going
+    on, does not lower it for the others."""
     ended_runs = [run for run in runs if run.ended]
     candidates = [run for run in ended_runs if run.arm in ranked_names] or ended_runs or runs
     return min(float(run.series.compute[-1]) for run in candidates)
 
 
 def _score_at(arms: Sequence[Arm], common: float, rng: np.random.Generator, draws: int) -> list[Arm]:
-    """Return the arms with their scores around compute ``common``, as measured. No curve is used, so it holds
-    for runs that collapsed. An arm that did not get there has the score at the end of its shortest run. An
-    arm that is not ranked does not add to the spread between seeds of the others, and has its own."""
+    """Return the arms with their scores around compute ``common``, as measured. No curve is used, so a run
+    that collapsed has a score too. An arm that did not reach ``common`` has the score at the end of its
+    shortest run. Ranked arms share one spread between seeds; each other arm has its own."""
     ends = [
-        min(common, *(float(run_posterior.series.compute[-1]) for run_posterior in arm.known)) for arm in arms
+        min(common, *(float(run_posterior.series.compute[-1]) for run_posterior in arm.posteriors))
+        for arm in arms
     ]
-    measurements = [_measure_scores(arm.known, end) for arm, end in zip(arms, ends, strict=True)]
+    measurements = [_measure_scores(arm.posteriors, end) for arm, end in zip(arms, ends, strict=True)]
     scale, scored_arms = SPREAD["A"], []
-    shared_tau = spread(
+    shared_tau = draw_spread(
         [measurement for arm, measurement in zip(arms, measurements, strict=True) if arm.ranked],
         scale,
         rng,
         draws,
     )
     for arm, end, (means, errors) in zip(arms, ends, measurements, strict=True):
-        tau = shared_tau if arm.ranked else spread([(means, errors)], scale, rng, draws)
+        tau = shared_tau if arm.ranked else draw_spread([(means, errors)], scale, rng, draws)
         sd = np.sqrt((errors**2).sum() / len(means) ** 2 + tau**2 / len(means))
         score = np.clip(means.mean() + sd * rng.standard_normal(draws), 0, 1)
         scored_arms.append(replace(arm, reached=interval(score), reached_at=end))
     return scored_arms
 
 
-def _measure_scores(posteriors: Sequence[Posterior], at: float) -> tuple[np.ndarray, np.ndarray]:
-    """([s] means, [s] standard errors) of the last evaluations of each seed up to compute ``at``."""
+def _measure_scores(posteriors: Sequence[Posterior], end: float) -> tuple[np.ndarray, np.ndarray]:
+    """Return ([s] means, [s] standard errors) of the last evaluations of each seed up to compute ``end``."""
     means, errors = [], []
     for run_posterior in posteriors:
         series = run_posterior.series
-        is_near = (LAST * at <= series.compute) & (series.compute <= at)
-        if not is_near.any():  # then the last evaluation before ``at``, or the first
-            is_near[max(0, int(np.searchsorted(series.compute, at, side="right")) - 1)] = True
+        is_near = (LAST * end <= series.compute) & (series.compute <= end)
+        if not is_near.any():  # then the last evaluation before ``end``, or the first
+            is_near[max(0, int(np.searchsorted(series.compute, end, side="right")) - 1)] = True
         means.append(float(series.score[is_near].mean()))
         errors.append(
             sd_of_mean(
@@ -246,10 +247,12 @@ def _measure_scores(posteriors: Sequence[Posterior], at: float) -> tuple[np.ndar
 # -- variance between and within seeds
 
 
-def spreads(groups: Sequence[Sequence[Draws]], rng: np.random.Generator, n: int) -> dict[str, np.ndarray]:
-    """Draws of ``spread`` for every parameter, from the draws of each run of each arm."""
+def draw_spreads(
+    groups: Sequence[Sequence[Draws]], rng: np.random.Generator, n: int
+) -> dict[str, np.ndarray]:
+    """Draw tau of every parameter by ``draw_spread``, from the draws of each run of each arm."""
     return {
-        name: spread(
+        name: draw_spread(
             [
                 (np.array([run[name].mean() for run in arm]), np.array([run[name].std() for run in arm]))
                 for arm in groups
@@ -262,9 +265,8 @@ def spreads(groups: Sequence[Sequence[Draws]], rng: np.random.Generator, n: int)
     }
 
 
-def pool(seeds: Sequence[Draws], tau: Draws, rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """Return draws of m of every parameter: the mean over seeds, which are independent, plus its error by
-    tau."""
+def pool_seeds(seeds: Sequence[Draws], tau: Draws, rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """Return draws of m of every parameter: the mean over the independent seeds, plus its error by tau."""
     root = math.sqrt(len(seeds))
     return {
         name: np.mean([run[name] for run in seeds], axis=0)
@@ -277,10 +279,10 @@ def _take_logs(run_posterior: Posterior) -> Draws:
     return {"A": run_posterior.A, "B": np.log(run_posterior.B), "C_mid": np.log(run_posterior.C_mid)}
 
 
-def at_ceiling(posterior: Posterior, A: float) -> dict[str, np.ndarray]:
-    """Draws of ln B and ln C_mid given the ceiling ``A``: slopes compare at an equal ceiling only (appendix
-    A.6). By regression on A among the draws, which is exact for a normal posterior and close for an
-    identified curve. Errors of the measured R0 remain."""
+def condition_on_ceiling(posterior: Posterior, A: float) -> dict[str, np.ndarray]:
+    """Return draws of ln B and ln C_mid given the ceiling ``A``, since slopes compare at an equal ceiling
+    only (appendix A.6). They are regressed on A among the draws, which is exact for a normal posterior and
+    close for an identified curve. Errors of the measured R0 remain."""
     own_draws, deviation = _take_logs(posterior), posterior.A - posterior.A.mean()
     variance = float(deviation @ deviation)
     conditional_draws = {"A": np.full_like(posterior.A, A)}
@@ -296,16 +298,20 @@ def at_ceiling(posterior: Posterior, A: float) -> dict[str, np.ndarray]:
 def _draw_at_ceiling(
     ranked_arms: Sequence[Arm], draws_of: Mapping[str, Draws], A: float, rng: np.random.Generator
 ) -> dict[str, Draws]:
-    """Draws of ln B and ln C_mid at the ceiling ``A``, of the arms whose B is identified and whose own
-    ceiling is within the margin of ``A``: further away the refit would be of another curve."""
+    """Return draws of ln B and ln C_mid at the ceiling ``A``, by arm. An arm is left out if its B is not
+    identified, or if its own ceiling is not within the margin of ``A``, since its curve would then be another
+    one."""
     near_arms = [
         arm
         for arm in ranked_arms
         if arm.steep and abs(float(np.median(draws_of[arm.name]["A"])) - A) <= FLOOR
     ]
-    seeds_of = {arm.name: [at_ceiling(run_posterior, A) for run_posterior in arm.known] for arm in near_arms}
-    tau = spreads(list(seeds_of.values()), rng, len(ranked_arms[0].known[0].A))
-    return {name: pool(seeds, tau, rng) for name, seeds in seeds_of.items()}
+    seeds_of = {
+        arm.name: [condition_on_ceiling(run_posterior, A) for run_posterior in arm.posteriors]
+        for arm in near_arms
+    }
+    tau = draw_spreads(list(seeds_of.values()), rng, len(ranked_arms[0].posteriors[0].A))
+    return {name: pool_seeds(seeds, tau, rng) for name, seeds in seeds_of.items()}
 
 
 def _compare_arm(
@@ -315,8 +321,8 @@ def _compare_arm(
     reference: str,
     tail: float,
 ) -> Arm:
-    """Return ``arm`` with its intervals, and, where it and the recipe are ranked, compared with the
-    recipe."""
+    """Return ``arm`` with its intervals and its verdict beside the recipe. An arm that is not ranked is
+    returned as it is, and without a ranked recipe an arm has its own intervals alone."""
     if not arm.ranked:
         return arm
     arm_draws = draws_of[arm.name]
@@ -340,17 +346,16 @@ def _compare_arm(
             name: float(np.mean(at_shared[name] < reference_at_shared[name])) for name in ("B", "C_mid")
         }
         arm = replace(arm, C_mid_ratio=interval(np.exp(at_shared["C_mid"] - reference_at_shared["C_mid"])))
-    verdict, moves = judge(lower, float(np.median(differences)), tail)
+    verdict, moves = decide_verdict(lower, float(np.median(differences)), tail)
     return replace(arm, A_less=interval(differences), lower=lower, verdict=verdict, moves=moves)
 
 
-def judge(lower: Mapping[str, float], apart: float, tail: float) -> tuple[Verdict, tuple[str, ...]]:
+def decide_verdict(lower: Mapping[str, float], apart: float, tail: float) -> tuple[Verdict, tuple[str, ...]]:
     """Return the verdict and the parameters that an arm moves.
 
-    A is moved where the probability that it is lower is beyond ``tail`` on either side. Where it is not, and
-    the medians are no further ``apart`` than the margin (0.02), B and C_mid are tested at one A, each with
-    half of the tail, since these are two tests. Where ``lower`` has no B and C_mid, the verdict is about A
-    alone.
+    A is moved if the probability that it is lower is beyond ``tail`` on either side. If it is not, and the
+    medians are no further ``apart`` than the margin (0.02), B and C_mid are tested at one A, each with half
+    of the tail, since these are two tests. If ``lower`` has no B and C_mid, the verdict is about A alone.
     """
 
     def is_beyond(name: str, tail: float) -> bool:
@@ -366,13 +371,13 @@ def judge(lower: Mapping[str, float], apart: float, tail: float) -> tuple[Verdic
     return (Verdict.MOVES_EFFICIENCY, moves) if moves else (Verdict.NONE, ())
 
 
-def spread(
+def draw_spread(
     groups: Sequence[tuple[np.ndarray, np.ndarray]], scale: float, rng: np.random.Generator, n: int
 ) -> np.ndarray:
-    """[n] draws of tau, the standard deviation between runs of a group.
+    """Draw [n] values of tau, the standard deviation between runs of a group.
 
     ``groups`` are ([s] means, [s] standard errors) of the runs of each group, whose own mean is free (flat).
-    Where they have fewer than ``ENOUGH`` degrees of freedom, the prior counts as two more, around ``scale``.
+    If they have fewer than ``ENOUGH`` degrees of freedom, the prior counts as two more, around ``scale``.
     """
     tau = np.geomspace(scale / 30, scale * 30, 400)
     log_p = np.log(tau)  # flat in tau, on a grid of ln tau

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ostinato.apps.scaling.ablation import ENOUGH, FAMILY, FLOOR, Ablation, Arm, Run, Verdict, ablate
-from ostinato.apps.scaling.decide import Terms, decide, forecast, reach, rival
+from ostinato.apps.scaling.decide import Terms, decide, find_rival, forecast, reach
 from ostinato.apps.scaling.gates import REPORTED, Assessment, assess
 from ostinato.apps.scaling.posterior import Interval, Posterior, posterior
 from ostinato.apps.scaling.reading import Window
@@ -34,19 +34,19 @@ class Answer:
     exit_code: int = 0
 
 
-def span(interval: Interval | None, form: str = "{:.3f}") -> str:
-    """Format the ends of an interval: "[0.597, 0.622]"; ``form`` of "" is for compute."""
+def format_ends(interval: Interval | None, form: str = "{:.3f}") -> str:
+    """Format the ends of an interval: "[0.597, 0.622]"; a dash for None. ``form`` of "" is for compute."""
     return NONE if interval is None else f"[{_format(interval.low, form)}, {_format(interval.high, form)}]"
 
 
-def middle(interval: Interval | None, form: str = "{:.3f}") -> str:
-    """Format the median, or a dash without a median."""
+def format_median(interval: Interval | None, form: str = "{:.3f}") -> str:
+    """Format the median of an interval; a dash without an interval or a median."""
     return NONE if interval is None or math.isnan(interval.median) else _format(interval.median, form)
 
 
-def both(interval: Interval | None, form: str = "{:.3f}") -> str:
-    """Format the median and its interval."""
-    return NONE if interval is None else f"{middle(interval, form)} {span(interval, form)}"
+def format_interval(interval: Interval | None, form: str = "{:.3f}") -> str:
+    """Format the median and the ends of an interval; a dash for None."""
+    return NONE if interval is None else f"{format_median(interval, form)} {format_ends(interval, form)}"
 
 
 def _format(value: float, form: str) -> str:
@@ -84,13 +84,14 @@ class CurveEstimate:
         return self.window.whole.name
 
     def rival(self) -> str:
-        """The sentence for a curve that a line in ln C predicted better; empty without a point estimate."""
-        line = rival(self.window.fitted) if self.ranked else None
+        """Return the sentence for a curve that a line in ln C predicted better; "" if none did, or without a
+        point estimate."""
+        line = find_rival(self.window.fitted) if self.ranked else None
         return "" if line is None else line.sentence
 
     def parameters(self) -> dict[str, Interval | None]:
-        """Return the intervals of A, B and C_mid as far as they may be reported: without the median of B and
-        C_mid where it is the prior's."""
+        """Return the intervals of A, B and C_mid as far as they may be reported. B and C_mid have no median
+        if they are not identified."""
         draws = {"A": self.posterior.A, "B": self.posterior.B, "C_mid": self.posterior.C_mid}
         intervals = {name: self.assessment.find_interval(values) for name, values in draws.items()}
         if not self.assessment.steep:
@@ -129,8 +130,9 @@ class CurveEstimate:
         return sentences + [f"Flags: {', '.join(assessment.flags)}."] * bool(assessment.flags)
 
 
-def fit(window: Window) -> Answer:
-    """Answer with the curve, the interval of its ceiling, and whether a line would have predicted better."""
+def answer_fit(window: Window) -> Answer:
+    """Answer with the curve, the interval of its ceiling, and whether a line would have predicted better.
+    Raises ValueError for fewer than 3 evaluations."""
     estimate = CurveEstimate.of(window)
     least_fit, rival_sentence = estimate.posterior.fit, estimate.rival()
     unknown = () if estimate.assessment.steep else ("B", "C_mid")
@@ -156,8 +158,8 @@ def _build_parameter_table(estimate: CurveEstimate, least_squares: Mapping[str, 
     rows = [
         (
             f"{name}\n{note}",
-            middle(intervals[name], form),
-            span(intervals[name], form),
+            format_median(intervals[name], form),
+            format_ends(intervals[name], form),
             NONE if (value := least_squares.get(name)) is None else _format(value, fine),
         )
         for name, (note, form, fine) in kinds.items()
@@ -167,9 +169,9 @@ def _build_parameter_table(estimate: CurveEstimate, least_squares: Mapping[str, 
     return Table(title=estimate.name, head=("median", "90 % interval", "least squares"), rows=rows)
 
 
-def forecasts(window: Window, at: Sequence[float], targets: Sequence[float]) -> Answer:
+def answer_forecasts(window: Window, at: Sequence[float], targets: Sequence[float]) -> Answer:
     """Answer with scores at given computes, and computes at which given scores are reached. Raises ValueError
-    for a target outside (0, 1)."""
+    for a target outside (0, 1), and for fewer than 3 evaluations."""
     for target in targets:
         if not 0 < target < 1:
             raise ValueError(f"--target is {target:g}; use a score between 0 and 1")
@@ -181,10 +183,10 @@ def forecasts(window: Window, at: Sequence[float], targets: Sequence[float]) -> 
     for prediction in scores:
         gain = estimate.assessment.find_interval(estimate.posterior.gain(now, prediction.compute))
         cells = (
-            middle(prediction.score),
-            span(prediction.score),
-            span(prediction.measured),
-            span(gain, "{:+.3f}"),
+            format_median(prediction.score),
+            format_ends(prediction.score),
+            format_ends(prediction.measured),
+            format_ends(gain, "{:+.3f}"),
         )
         rows.append((f"{format_compute(prediction.compute)} {unit}\nscore", *cells))
     columns = ("median", "90 % interval", "of one evaluation", f"gain on {format_compute(now)}")
@@ -193,8 +195,8 @@ def forecasts(window: Window, at: Sequence[float], targets: Sequence[float]) -> 
         (
             f"{goal.target:.3f}\n{unit}",
             NONE if goal.probability is None else f"{goal.probability:.0%}",
-            middle(goal.compute, ""),
-            span(goal.compute, ""),
+            format_median(goal.compute, ""),
+            format_ends(goal.compute, ""),
         )
         for goal in reaches
     ]
@@ -222,13 +224,16 @@ def forecasts(window: Window, at: Sequence[float], targets: Sequence[float]) -> 
     )
 
 
-def judge(window: Window, terms: Terms) -> Answer:
-    """Answer whether to go on or to stop, or that it is undecided; the exit code tells which."""
+def answer_decision(window: Window, terms: Terms) -> Answer:
+    """Answer whether to go on or to stop, or that it is undecided; each has its exit code. Raises ValueError
+    for a budget that is spent, and for fewer than 3 evaluations."""
     estimate = CurveEstimate.of(window)
     decision = decide(estimate.posterior, terms)
     remaining = terms.budget - float(window.fitted.compute[-1])
     least, price = f"{terms.min_gain:.3f}", f"{terms.price * remaining:.3f}"
-    rows = [("gain of the rest\nscore", middle(decision.gain), span(decision.gain), least, price)]
+    rows = [
+        ("gain of the rest\nscore", format_median(decision.gain), format_ends(decision.gain), least, price)
+    ]
     columns = ("median", "80 % interval", "least gain", "price of the rest")
     note = f"From {format_compute(terms.budget - remaining)} to {format_compute(terms.budget)} {window.unit}."
     result = {
@@ -251,15 +256,19 @@ def judge(window: Window, terms: Terms) -> Answer:
 # ---- several curves and a reference
 
 
-def compare(windows: Sequence[Window]) -> Answer:
+def answer_comparison(windows: Sequence[Window]) -> Answer:
     """Answer with a comparison of each run with the first: an ablation of one seed per arm."""
     runs = [Run(arm=window.whole.name, seed=0, series=window.fitted) for window in windows]
     study = ablate(runs, reference=windows[0].whole.name)
     unit = windows[0].unit
-    return Answer(result=study_json(study), lead=study_sentences(study), tables=study_tables(study, unit))
+    return Answer(
+        result=describe_study(study),
+        lead=write_study_sentences(study),
+        tables=build_study_tables(study, unit),
+    )
 
 
-def verdict(arm: Arm) -> str:
+def format_verdict(arm: Arm) -> str:
     """Format a verdict: "moves A (down)", "moves only B (up) and C_mid (down)", "no difference seen"."""
     if not arm.moves:
         return str(arm.verdict)
@@ -267,20 +276,20 @@ def verdict(arm: Arm) -> str:
     return f"moves {'only ' if arm.verdict is Verdict.MOVES_EFFICIENCY else ''}{' and '.join(directions)}"
 
 
-def study_sentences(study: Ablation) -> list[str]:
+def write_study_sentences(study: Ablation) -> list[str]:
     """Say which arms are not ranked, and how far runs differ by their seed alone."""
     tau, freedom = study.spread["A"], sum(len(arm.seeds) - 1 for arm in study.arms if arm.ranked)
     addition = ", so the three runs of the paper are counted too" if freedom < ENOUGH else ""
     return [
         *(f"{arm.name} is not ranked: {arm.reason}." for arm in study.arms if arm.reason),
-        f"From seed to seed A has a standard deviation of {tau.median:.3f} {span(tau)}, by {freedom} degrees"
-        f" of freedom of all arms together{addition}.",
+        f"From seed to seed A has a standard deviation of {tau.median:.3f} {format_ends(tau)}, by {freedom}"
+        f" degrees of freedom of all arms together{addition}.",
     ]
 
 
-def study_tables(study: Ablation, unit: str) -> list[Table]:
-    """Tables of ceilings and, where B of any arm is identified, of efficiency; ``ablation.judge`` has the
-    rule of verdicts."""
+def build_study_tables(study: Ablation, unit: str) -> list[Table]:
+    """Build tables of ceilings and, where B of any arm is identified, of efficiency;
+    ``ablation.decide_verdict`` has the rule of verdicts."""
     first_name, compute = study.arms[0].name, format_compute(study.common)
 
     def format_probability(arm: Arm, name: str) -> str:  # draws are too few for probabilities below 0.1 %
@@ -291,12 +300,12 @@ def study_tables(study: Ablation, unit: str) -> list[Table]:
         (
             arm.name,
             str(len(arm.seeds)),
-            both(arm.A),
-            both(arm.A_less, "{:+.3f}"),
+            format_interval(arm.A),
+            format_interval(arm.A_less, "{:+.3f}"),
             format_probability(arm, "A"),
-            both(arm.reached)
+            format_interval(arm.reached)
             + (f" at {format_compute(arm.reached_at)}" if arm.reached_at < study.common else ""),
-            verdict(arm),
+            format_verdict(arm),
         )
         for arm in study.arms
     ]
@@ -313,11 +322,11 @@ def study_tables(study: Ablation, unit: str) -> list[Table]:
     efficiency = [
         (
             arm.name,
-            both(arm.B, "{:.2f}"),
-            both(arm.B_shared, "{:.2f}"),
+            format_interval(arm.B, "{:.2f}"),
+            format_interval(arm.B_shared, "{:.2f}"),
             format_probability(arm, "B"),
-            both(arm.C_mid, ""),
-            both(arm.C_mid_ratio, "{:.2f}"),
+            format_interval(arm.C_mid, ""),
+            format_interval(arm.C_mid_ratio, "{:.2f}"),
             format_probability(arm, "C_mid"),
         )
         for arm in study.arms
@@ -331,7 +340,7 @@ def study_tables(study: Ablation, unit: str) -> list[Table]:
     return [*tables, Table(title="Arm", head=head, rows=efficiency, note=note)]
 
 
-def study_json(study: Ablation) -> dict[str, Any]:
+def describe_study(study: Ablation) -> dict[str, Any]:
     """Return a study as a JSON object."""
     return {
         "common_compute": study.common,
@@ -361,7 +370,7 @@ def _describe_arm(arm: Arm) -> dict[str, Any]:
         **{name: _as_dict(getattr(arm, name)) for name in intervals},
         "reached_at": arm.reached_at,
         "lower": dict(arm.lower),
-        "verdict": verdict(arm),
+        "verdict": format_verdict(arm),
         "runs": runs,
     }
 
@@ -369,9 +378,9 @@ def _describe_arm(arm: Arm) -> dict[str, Any]:
 # ---- costs of runs
 
 
-def books(runs: Sequence[RunFolder], price: float = 0.0) -> Answer:
+def answer_ledgers(runs: Sequence[RunFolder], price: float = 0.0) -> Answer:
     """Answer with the sums of the ledgers of runs, with ``price`` for a device-hour of sessions that have no
-    price. Raises ValueError for a run without a ledger, or with a damaged ledger."""
+    price. Raises ValueError for a run whose ledger is missing, empty or damaged."""
     folders = [run.path.resolve().name for run in runs]
     names = [
         name if folders.count(name) == 1 else f"{name} ({number})"

@@ -10,7 +10,14 @@ import typer
 from ostinato.apps.scaling import answers
 from ostinato.apps.scaling.answers import Answer
 from ostinato.apps.scaling.decide import Terms
-from ostinato.apps.scaling.reading import Price, Reading, amount, read_one, read_several, reading_options
+from ostinato.apps.scaling.reading import (
+    Price,
+    Reading,
+    parse_amount,
+    read_one,
+    read_several,
+    reading_options,
+)
 from ostinato.run import RunFolder, atomic_write, to_json
 from ostinato.tables import terminal_table
 from ostinato.terminal import Screen
@@ -36,7 +43,7 @@ JsonFile = Annotated[
 @reading_options
 def fit(source: Source, reading: Reading, json_file: JsonFile = None) -> None:
     """Fit R(C) = R0 + (A - R0) / (1 + (C_mid / C)^B), and say how well it is known."""
-    finish(answers.fit(read_one(source, reading)), json_file)
+    show_and_exit(answers.answer_fit(read_one(source, reading)), json_file)
 
 
 @app.command()
@@ -59,8 +66,8 @@ def forecast(
     """The score at a compute, or the compute for a score."""
     if not at and not target:
         raise ValueError("nothing to compute; give --at a compute or --target a score")
-    computes = [amount(text, "--at") for text in at or ()]
-    finish(answers.forecasts(read_one(source, reading), computes, target or ()), json_file)
+    computes = [parse_amount(text, "--at") for text in at or ()]
+    show_and_exit(answers.answer_forecasts(read_one(source, reading), computes, target or ()), json_file)
 
 
 @app.command()
@@ -76,7 +83,7 @@ def compare(
     json_file: JsonFile = None,
 ) -> None:
     """Which ceiling is higher, and which run is only more efficient; for several seeds: ostinato compare."""
-    finish(answers.compare(read_several(sources, reading)), json_file)
+    show_and_exit(answers.answer_comparison(read_several(sources, reading)), json_file)
 
 
 @app.command()
@@ -98,8 +105,8 @@ def decide(
     is a curve that is not identified, and one to which a law that predicted it better promises the gain.
     Exit codes 1 and 2 are errors, as of every command.
     """
-    terms = Terms(budget=amount(budget, "--budget"), min_gain=min_gain, price=price)
-    finish(answers.judge(read_one(source, reading), terms), json_file)
+    terms = Terms(budget=parse_amount(budget, "--budget"), min_gain=min_gain, price=price)
+    show_and_exit(answers.answer_decision(read_one(source, reading), terms), json_file)
 
 
 @app.command()
@@ -111,18 +118,21 @@ def ledger(
     json_file: JsonFile = None,
 ) -> None:
     """What runs have cost: time, tokens, FLOPs, money, compute on every axis."""
-    finish(answers.books([RunFolder.open(run) for run in runs], price_per_device_hour), json_file)
+    show_and_exit(
+        answers.answer_ledgers([RunFolder.open(run) for run in runs], price_per_device_hour), json_file
+    )
 
 
-def finish(answer: Answer, json_file: Path | None) -> None:
-    """Show the answer and exit with its code."""
-    show(answer, json_file)
+def show_and_exit(answer: Answer, json_file: Path | None) -> None:
+    """Show the answer, and raise typer.Exit with its code unless that is 0."""
+    show_answer(answer, json_file)
     if answer.exit_code:
         raise typer.Exit(answer.exit_code)
 
 
-def show(answer: Answer, json_file: Path | None) -> None:
-    """Print sentences and tables, or the JSON object alone where it goes to standard output."""
+def show_answer(answer: Answer, json_file: Path | None) -> None:
+    """Print sentences and tables and write the JSON file, if one is named. For "-" print the JSON object
+    alone."""
     text = to_json(answer.result)
     if json_file is not None and str(json_file) == "-":
         print(text, flush=True)

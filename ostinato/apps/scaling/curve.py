@@ -19,7 +19,7 @@ Number = float | np.ndarray
 
 
 def share(C: Number, B: Number, C_mid: Number) -> np.ndarray:
-    """S(C) in [0, 1], the share of A - R0 that is gained at C; 0 at C = 0."""
+    """Compute S(C) in [0, 1], the share of A - R0 that is gained at C; 0 at C = 0."""
     with np.errstate(divide="ignore", over="ignore"):
         return 1.0 / (1.0 + np.exp(np.asarray(B) * (np.log(C_mid) - np.log(C))))
 
@@ -30,7 +30,7 @@ def score(C: Number, R0: Number, A: Number, B: Number, C_mid: Number) -> np.ndar
 
 
 def compute_for(T: Number, R0: Number, A: Number, B: Number, C_mid: Number) -> np.ndarray:
-    """C with R(C) = T, for R0 < T < A; 0 where T is at most R0, infinite where T is at least A."""
+    """Compute C with R(C) = T, for R0 < T < A; 0 if T is at most R0, infinite if T is at least A."""
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
         ratio = (np.asarray(T) - R0) / (np.asarray(A) - T)
         C = C_mid * np.exp(np.log(ratio) / B)
@@ -69,8 +69,9 @@ class Noise:
     """The assumed noise of evaluations, in units of the score (0 to 1).
 
     The standard deviation of an evaluation is the largest of ``floor``, ``factor`` times that of the
-    residuals, and its own standard error, if it has one. ``few`` multiplies the first two by Student's t over
-    the normal quantile, n - 3 degrees of freedom: five evaluations measure their own noise worse than fifty.
+    residuals, and its own standard error, if it has one. ``few`` multiplies the first two by Student's t (n -
+    3 degrees of freedom) over the normal quantile, since five evaluations measure their noise worse than
+    fifty.
     """
 
     rho: float  # correlation of neighbours
@@ -122,13 +123,14 @@ def simulate(rng: np.random.Generator, rows: int, n: int, sd: np.ndarray | float
 
 
 def sd_of_mean(n: int, sd: float, rho: float) -> float:
-    """Standard deviation of the mean of n successive evaluations."""
+    """Compute the standard deviation of the mean of n successive evaluations."""
     return math.sqrt(covariance(sd, rho, n).sum()) / n
 
 
 def sd_from_steps(residuals: np.ndarray, rho: float) -> float:
-    """Standard deviation of AR(1) noise from the differences of neighbours (von Neumann 1941), by their
-    median: neither a curve that fits badly over long stretches nor a sudden fall counts as noise."""
+    """Estimate the standard deviation of AR(1) noise from the median difference of neighbours (von Neumann
+    1941). So neither a curve that fits badly over long stretches nor a sudden fall counts as noise. 0 for
+    fewer than two residuals."""
     if len(residuals) < 2:
         return 0.0
     step = float(np.median(np.abs(np.diff(residuals)))) / MEDIAN
@@ -139,7 +141,7 @@ def sd_from_steps(residuals: np.ndarray, rho: float) -> float:
 
 
 def log_between(low: np.ndarray, high: np.ndarray) -> np.ndarray:
-    """ln(Phi(high) - Phi(low)), low < high."""
+    """Compute ln(Phi(high) - Phi(low)), low < high."""
     is_right = low + high > 0
     # mirrored so that the mass is in the left tail, where log_ndtr is accurate
     low, high = np.where(is_right, -high, low), np.where(is_right, -low, high)
@@ -160,5 +162,5 @@ def truncated_quantile(low: np.ndarray, high: np.ndarray, u: np.ndarray) -> np.n
 
 
 def student_90(freedom: int) -> float:
-    """The 95 % quantile of Student's t: half of a 90 % interval."""
+    """Compute the 95 % quantile of Student's t: half of a 90 % interval."""
     return float(stdtrit(freedom, 0.95))

@@ -20,7 +20,7 @@ CLEARLY = 0.7  # the error of the line has to be below this share of the posteri
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """A forecast score as far as it may be reported (``Assessment.find_interval``); ``measured``: that of
+    """A forecast score as far as it may be reported (``Assessment.find_interval``). ``measured`` is that of
     one evaluation, with its noise."""
 
     compute: float
@@ -41,8 +41,8 @@ def forecast(posterior: Posterior, C: float) -> Forecast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reach:
-    """The probability that a target is reached, and the compute that it takes in all; None where the curve is
-    not identified. ``compute`` is infinite where the target is above the asymptote."""
+    """The probability that a target is reached, and the compute that it takes in all; None unless the curve
+    is identified. ``compute`` is infinite if the target is above the asymptote."""
 
     target: float
     probability: float | None  # that A is above it
@@ -50,7 +50,7 @@ class Reach:
 
 
 def reach(posterior: Posterior, T: float) -> Reach:
-    """Return P(A > T) and quantiles of C(T)."""
+    """Forecast P(A > T) and the quantiles of C(T); None for a curve that is not identified."""
     if assess(posterior).standing is Standing.NOT_IDENTIFIED:
         return Reach(target=T, probability=None, compute=None)
     return Reach(
@@ -78,8 +78,8 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """The terms of a decision: stop where the gain of the whole rest of the ``budget`` is below ``min_gain``,
-    or below ``price`` for each unit of compute (with 90 %); go on where it is above both (with 90 %)."""
+    """The terms of a decision. Stop if the gain of the whole rest of the ``budget`` is below ``min_gain``, or
+    below ``price`` for each unit of compute (with 90 %). Go on if it is above both (with 90 %)."""
 
     budget: float  # compute in all
     min_gain: float = 0.01
@@ -93,8 +93,8 @@ class Terms:
 def decide(posterior: Posterior, terms: Terms) -> Decision:
     """Decide whether the rest of the budget is worth its compute.
 
-    A curve that is not identified gives no decision, and a run is not stopped where a line that predicted it
-    better predicts the gain. Raises ValueError for a budget that is spent.
+    A curve that is not identified gives no decision. A run is not stopped if a line predicted it better and
+    promises the gain. Raises ValueError for a budget that is spent.
     """
     now = float(posterior.series.compute[-1])
     if not terms.budget > now:
@@ -104,7 +104,10 @@ def decide(posterior: Posterior, terms: Terms) -> Decision:
     assessment = assess(posterior)
     is_identified = assessment.standing is not Standing.NOT_IDENTIFIED
     gain = None if assessment.silent else _forecast_gain(posterior, terms)
-    action, line = verdict(posterior, terms), rival(posterior.series) if is_identified else None
+    action, line = (
+        decide_by_posterior(posterior, terms),
+        find_rival(posterior.series) if is_identified else None,
+    )
     line_gain = 0.0 if line is None else line.gain(now, terms.budget)
     is_disputed = action is Action.STOP and line_gain >= terms.least(now)
     reason = (
@@ -119,8 +122,9 @@ def decide(posterior: Posterior, terms: Terms) -> Decision:
     )
 
 
-def verdict(posterior: Posterior, terms: Terms) -> Action:
-    """Decide by the posterior alone about the rest of the budget."""
+def decide_by_posterior(posterior: Posterior, terms: Terms) -> Action:
+    """Decide by the posterior alone about the rest of the budget; UNDECIDED for a curve that is not
+    identified."""
     if assess(posterior).standing is Standing.NOT_IDENTIFIED:
         return Action.UNDECIDED
     gain, least = _forecast_gain(posterior, terms), terms.least(float(posterior.series.compute[-1]))
@@ -130,8 +134,8 @@ def verdict(posterior: Posterior, terms: Terms) -> Action:
 
 
 def _forecast_gain(curve_posterior: Posterior, terms: Terms) -> Interval:
-    """Interval of the gain from the rest of the budget; 80 %, so that the gain is above the lower end with
-    90 %."""
+    """Return the interval of the gain from the rest of the budget. It is 80 %, so that the gain is above its
+    lower end with 90 %."""
     return interval(curve_posterior.gain(float(curve_posterior.series.compute[-1]), terms.budget), level=0.8)
 
 
@@ -142,18 +146,18 @@ def _explain(assessment: Assessment, gain: Interval | None, least: float) -> str
     return f"{statement} and has to bring {least:.3g}"
 
 
-# ---- the other law: to a score that rises with ln C without end a sigmoid, refitted, always gives a ceiling
+# ---- the other law: a sigmoid gives a ceiling even to a score that rises with ln C without end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
     """R = level + slope ln C, at most 1, by least squares. ``error``: root mean square of its prediction
-    errors from ``ORIGINS``; ``ours``: the same of the posterior's median."""
+    errors from ``ORIGINS``; ``posterior_error``: the same of the posterior's median."""
 
     level: float
     slope: float
     error: float
-    ours: float
+    posterior_error: float
 
     def score(self, C: np.ndarray | float) -> np.ndarray:
         return np.minimum(self.level + self.slope * np.log(C), 1.0)
@@ -164,15 +168,15 @@ class Line:
     @property
     def sentence(self) -> str:
         return (
-            f"A line in ln C has predicted this run better ({self.error:.4f} against {self.ours:.4f}, root"
-            " mean square); it has no ceiling."
+            f"A line in ln C has predicted this run better ({self.error:.4f} against "
+            f"{self.posterior_error:.4f}, root mean square); it has no ceiling."
         )
 
 
-def rival(series: Series) -> Line | None:
-    """Return the line where it predicted a series clearly better than the posterior did, over all origins and
-    from the last: at the first origins a sigmoid is often not identified yet, and would not have been
-    reported.
+def find_rival(series: Series) -> Line | None:
+    """Return the line if it predicted a series clearly better than the posterior did, over all origins and
+    from the last one alone; else None. The last one counts too, because at the first origins a sigmoid is
+    often not identified yet and would not have been reported.
 
     Of simulated sigmoids one in ten has such a line at 3 C_mid and none in 40 at 5; of curves that rise with
     ln C without end, more than eight in ten.
@@ -185,15 +189,15 @@ def rival(series: Series) -> Line | None:
     )
     slope, level = np.polyfit(np.log(series.compute), series.score, 1)
     return (
-        Line(level=level, slope=slope, error=line_error, ours=posterior_error)
+        Line(level=level, slope=slope, error=line_error, posterior_error=posterior_error)
         if line_error < CLEARLY * posterior_error
         else None
     )
 
 
 def _measure_errors(series: Series, law: Callable[[Series, np.ndarray], np.ndarray]) -> list[float]:
-    """Root mean square of the prediction errors from each origin that has ``FEWEST`` evaluations before
-    it."""
+    """Return the root mean square of the prediction errors from each origin with ``FEWEST`` evaluations
+    before it."""
     cuts = [round(origin * len(series)) for origin in ORIGINS]
     return [
         math.sqrt(np.mean((series.score[cut:] - law(series.take(slice(cut)), series.compute[cut:])) ** 2))
@@ -202,10 +206,10 @@ def _measure_errors(series: Series, law: Callable[[Series, np.ndarray], np.ndarr
     ]
 
 
-def _predict_line(series: Series, at: np.ndarray) -> np.ndarray:
+def _predict_line(series: Series, computes: np.ndarray) -> np.ndarray:
     slope, level = np.polyfit(np.log(series.compute), series.score, 1)
-    return np.minimum(level + slope * np.log(at), 1.0)
+    return np.minimum(level + slope * np.log(computes), 1.0)
 
 
-def _predict_median(series: Series, at: np.ndarray) -> np.ndarray:
-    return np.median(posterior(series, draws=1024, cells=(24, 48)).score(at), axis=0)
+def _predict_median(series: Series, computes: np.ndarray) -> np.ndarray:
+    return np.median(posterior(series, draws=1024, cells=(24, 48)).score(computes), axis=0)

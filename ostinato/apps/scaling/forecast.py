@@ -1,10 +1,9 @@
 """A run's own forecast: after each evaluation a row of forecast.jsonl, metrics, and one log line.
 
-Compute is that of the steps which made the policy, as eval.jsonl has it, and so are budgets: FLOPs, tokens
-and steps are those of the recipe, whatever engine, cache and drafter are used, and hours are those of steps
-alone, without loading, saving and restarts. So a run predicts the same whenever it is run, killed and resumed
-or not, on any axis but those of the clock and its price. ``ostinato scale`` reads the ledger, which has what
-was really paid.
+Compute and budgets are those of the steps that made the policy, as eval.jsonl has them. FLOPs, tokens and
+steps are those of the recipe, whatever engine, cache and drafter are used. Hours are those of steps alone,
+without loading, saving and restarts. So a run forecasts the same after a kill as without one, on any axis but
+those of the clock and its price. ``ostinato scale`` reads the ledger, which has what was really paid.
 """
 
 from __future__ import annotations
@@ -42,26 +41,28 @@ LEAST_SPENT = 0.3  # of the budget, before a run ends by its own forecast: the s
 def new_forecaster(
     recipe: Recipe, run: RunFolder, writers: Sequence[MetricWriter]
 ) -> Callable[[int], bool] | None:
-    """Return the function for ``Observer.should_stop``, which tells after each score of the main set whether
-    the run ends because its rest is not worth its compute. It is always False without ``forecast.stop``; see
-    ``find_objection``. None where a run is not scored before and while it trains.
+    """Return the function for ``Observer.should_stop``, to be called after each score of the main set. It
+    returns whether the run ends because its rest is not worth its compute, see ``find_objection``; without
+    ``forecast.stop`` that is False. None if forecasts are off, or if the run is not scored at its start and
+    later.
 
-    ``writers`` get forecast/*. The log gets one line as soon as there are enough evaluations for a curve, or,
-    once, the reason why there is no curve.
+    Each call appends a row to forecast.jsonl, writes forecast/* to ``writers``, and logs a line once there
+    are enough evaluations for a curve. The reason for a failure is logged once. A row that exists is not
+    repeated.
     """
     terms = recipe.forecast
     if not (terms.enabled and recipe.eval.at_start and recipe.eval.every):
         return None
 
     def should_stop(step: int) -> bool:
-        row = json.loads(to_json(look(recipe, run, step)))  # as it is read back from the file
+        row = json.loads(to_json(compute_row(recipe, run, step)))  # as it is read back from the file
         earlier_rows = list(run.forecast.rows())
         wants_stop = terms.stop and row["verdict"] == Action.STOP
         objection = find_objection(row, earlier_rows) if wants_stop else ""
         if row not in earlier_rows:  # a resumed run computes its last row again
             run.forecast.append(row)
             for writer in writers:
-                writer.write(step, metrics(row))
+                writer.write(step, list_metrics(row))
             is_news = row["failed"] and row["sentence"] not in [
                 earlier_row["sentence"] for earlier_row in earlier_rows
             ]
@@ -74,12 +75,11 @@ def new_forecaster(
     return should_stop
 
 
-def find_objection(row: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]]) -> str:
-    """Return the reason why a run goes on although ``row`` says that its rest is not worth it; empty where it
-    ends.
+def find_objection(row: Mapping[str, Any], earlier_rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the reason why a run goes on although its rest is not worth it by ``row``; "" if it ends.
 
-    A single look may err, and a curve that has levelled off early may rise again: at least 30 % of the budget
-    has to be spent, and the last of the ``earlier`` rows has to say the same of an identified curve.
+    A single row may err, and a curve that has levelled off early may rise again. So the curve has to be
+    identified, at least 30 % of the budget spent, and the last of ``earlier_rows`` has to agree.
     """
     if row["gate"] != Standing.IDENTIFIED:
         return "the curve is only provisionally known"
@@ -87,19 +87,20 @@ def find_objection(row: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]])
         return f"less than {LEAST_SPENT:.0%} of the budget is spent"
     verdicts = [
         (earlier_row["verdict"], earlier_row["gate"])
-        for earlier_row in earlier
+        for earlier_row in earlier_rows
         if earlier_row["step"] < row["step"]
     ]
     is_confirmed = verdicts[-1:] == [(Action.STOP, Standing.IDENTIFIED)]
     return "" if is_confirmed else "the next look has to say so too"
 
 
-def look(recipe: Recipe, run: RunFolder, step: int) -> dict[str, Any]:
-    """Compute the row of forecast.jsonl after the evaluation at ``step``, from the run's folder alone."""
+def compute_row(recipe: Recipe, run: RunFolder, step: int) -> dict[str, Any]:
+    """Compute the row of forecast.jsonl after the evaluation at ``step``, from the run's folder alone. If
+    that has no series of scores, the row has the reason."""
     terms = recipe.forecast
-    header: dict[str, Any] = {"step": step, "axis": terms.axis, "counted": unit_name(terms.axis)}
+    header: dict[str, Any] = {"step": step, "axis": terms.axis, "counted": name_unit(terms.axis)}
     try:
-        series = read_run(run.path, terms.axis, MAIN_SET, compute=lambda row: compute_of(row, recipe))
+        series = read_run(run.path, terms.axis, MAIN_SET, compute=lambda row: read_compute(row, recipe))
         steps = read_run(run.path, Axis.STEPS, MAIN_SET).compute
     except ValueError as error:  # no score before training, or the set has changed since
         empty = dict.fromkeys(("compute", "score", "R0", "budget"))
@@ -108,12 +109,12 @@ def look(recipe: Recipe, run: RunFolder, step: int) -> dict[str, Any]:
     budget = terms.budget
     if not budget and len(series):  # the share of steps first: at the last of them it is exactly 1
         budget = float(series.compute[-1]) * (recipe.trainer.steps / float(steps[-1]))
-    row = _add_unmeasured(outlook(series, budget, terms), series.unmeasured)
+    row = _add_unmeasured(forecast_series(series, budget, terms), series.unmeasured)
     return header | _add_abilities(row, run) | {"failed": False}
 
 
 def _add_abilities(row: dict[str, Any], run: RunFolder) -> dict[str, Any]:
-    """Add to a row what is left of the abilities that are not trained: the other side of a gain."""
+    """Add to a row the share of the abilities that the run has kept, if it was measured."""
     if (abilities := abilities_left([*run.metrics.rows()])) is None:
         return row
     words = f"Of what it could do and is not trained on, {abilities.text('.0%')} is left"
@@ -131,9 +132,9 @@ def _add_unmeasured(row: dict[str, Any], unmeasured: int) -> dict[str, Any]:
     return row | {"reasons": [*row["reasons"], words], "sentence": f"{row['sentence']}; {words}"}
 
 
-def compute_of(row: Mapping[str, Any], recipe: Recipe) -> float:
-    """The compute spent up to a row of eval.jsonl, on the axis of the forecast. Raises ValueError where the
-    row does not have it."""
+def read_compute(row: Mapping[str, Any], recipe: Recipe) -> float:
+    """Return the compute spent up to a row of eval.jsonl, on the axis of the forecast. Raises ValueError
+    where the row does not have it."""
     axis, currency = recipe.forecast.axis, recipe.ledger.currency
     names = {Axis.HOURS: "seconds", Axis.DEVICE_HOURS: "device_hours", Axis.MONEY: f"money/{currency}"}
     amount = row.get("spent", {}).get(names.get(axis, axis), None if row["step"] else 0.0)
@@ -143,18 +144,19 @@ def compute_of(row: Mapping[str, Any], recipe: Recipe) -> float:
     return amount / 3600 if axis is Axis.HOURS else amount
 
 
-def unit_name(axis: Axis) -> str:
+def name_unit(axis: Axis) -> str:
     """Name the unit of a run's forecasts, as distinct from the ledger's axis of the same name."""
     if axis in (Axis.HOURS, Axis.DEVICE_HOURS, Axis.MONEY):
         return f"{axis} of steps alone"
     return f"{axis} of the recipe" if axis is Axis.FLOPS else str(axis)
 
 
-def outlook(series: Series, budget: float, terms: ForecastSection) -> dict[str, Any]:
+def forecast_series(series: Series, budget: float, terms: ForecastSection) -> dict[str, Any]:
     """Compute ``A``, ``B``, ``C_mid``, ``at_budget`` and ``gain`` (of the rest of the budget) from the
     evaluations, as [q05, q50, q95], and ``curve``, quantiles of R(C) over compute.
 
     A curve that is not identified has no medians, and a curve that refutes the model has no intervals either.
+    With too few evaluations all of these are None. Also returns the verdict, its reasons and a sentence.
     """
     now, score = (float(values[-1]) if len(series) else None for values in (series.compute, series.score))
     head = {"compute": now, "score": score, "R0": series.R0, "n": len(series), "budget": budget}
@@ -184,7 +186,7 @@ def outlook(series: Series, budget: float, terms: ForecastSection) -> dict[str, 
     return head | row | {"verdict": verdict, "sentence": sentence.removesuffix(".")}
 
 
-def metrics(row: Mapping[str, Any]) -> dict[str, float]:
+def list_metrics(row: Mapping[str, Any]) -> dict[str, float]:
     """Return forecast/* for the writers; ``identified`` is 1, provisionally 0.5, or 0."""
     places = {"A_q05": ("A", 0), "A_q50": ("A", 1), "A_q95": ("A", 2)}
     places |= {"at_budget_q50": ("at_budget", 1), "gain_q50": ("gain", 1)}
@@ -210,8 +212,8 @@ def _report_quantiles(draws: np.ndarray, assessment: Assessment) -> list[float |
 def _sample_curve(
     curve_posterior: Posterior, assessment: Assessment, last: float
 ) -> dict[str, list[float]] | None:
-    """Quantiles of R(C) from the first evaluation to ``last``, to five digits; only the outer quantiles for a
-    curve that is not identified."""
+    """Return quantiles of R(C) from the first evaluation to ``last``, to five digits; only the outer
+    quantiles for a curve that is not identified."""
     if assessment.silent:
         return None
     places = np.geomspace(float(curve_posterior.series.compute[0]), last, PLACES)
@@ -227,7 +229,7 @@ def _write_sentence(row: Mapping[str, Any], verdict: str, terms: ForecastSection
         return f"{row['gate']}: {row['reasons'][0]}"
     words = "provisionally " if row["gate"] == Standing.PROVISIONAL else ""
     ceiling = f"{words}A {_format_interval(row['A'])}"
-    budget = f"{format_compute(row['budget'])} {unit_name(terms.axis)}"
+    budget = f"{format_compute(row['budget'])} {name_unit(terms.axis)}"
     if row["at_budget"] is None:
         return f"{ceiling}; the budget of {budget} is spent"
     advice = ADVICE[Action(verdict)]

@@ -4,11 +4,11 @@
     logit  logit(post) - logit(pre)
     pass@k of the base: what sampling alone reaches
 
-All of them are shown together: H grows without bound near the ceiling, where raw gains shrink. Intervals are
-of a paired hierarchical bootstrap: problems are drawn anew, the same for all arms and for before and after,
-and so are seeds, the same for all arms; numerator and denominator of H vary together. The noise of answers
-in the difference of two seeds is counted both with problems and with seeds, so intervals are a little wide
-with few answers.
+All of them are shown together, since H grows without bound near the ceiling, where raw gains shrink.
+Intervals are of a paired hierarchical bootstrap. Each draw takes new problems, the same for all arms and for
+before and after, and new seeds, the same for all arms. So numerator and denominator of H vary together. The
+noise of answers in the difference of two seeds counts both with problems and with seeds, so intervals are a
+little wide with few answers.
 """
 
 from __future__ import annotations
@@ -36,23 +36,24 @@ class Outcomes:
     post: np.ndarray
 
 
-def headroom(pre: np.ndarray, post: np.ndarray) -> np.ndarray:
-    """H = 1 - E_post / E_pre with E = 1 - score; NaN where there is no headroom."""
+def compute_headroom_gain(pre: np.ndarray, post: np.ndarray) -> np.ndarray:
+    """Compute H = 1 - E_post / E_pre with E = 1 - score; NaN without headroom."""
     pre, post = np.asarray(pre, float), np.asarray(post, float)
     room = 1.0 - pre
     return np.where(room > LEAST, (post - pre) / np.where(room == 0, 1.0, room), np.nan)
 
 
-def logit_gain(pre: np.ndarray, post: np.ndarray, count: int) -> np.ndarray:
-    """logit(post) - logit(pre) of scores that are clipped to half an answer of ``count`` from 0 and 1."""
+def compute_logit_gain(pre: np.ndarray, post: np.ndarray, count: int) -> np.ndarray:
+    """Compute logit(post) - logit(pre). Scores are clipped to half an answer of ``count`` from 0 and 1."""
     low = 1 / (2 * count)
     a, b = (np.clip(np.asarray(scores, float), low, 1 - low) for scores in (pre, post))
     return np.log(b / (1 - b)) - np.log(a / (1 - a))
 
 
-def compute_to(compute: Sequence[float], score: Sequence[float], threshold: float) -> float:
-    """The compute at which a course of scores first reaches ``threshold``, linear in ln C between its points;
-    inf where it does not. A course that begins above the threshold gets the compute of its first point."""
+def find_compute_to(compute: Sequence[float], score: Sequence[float], threshold: float) -> float:
+    """Find the compute at which a course of scores first reaches ``threshold``, linear in ln C between its
+    points; infinite if it does not. A course that begins above the threshold gets the compute of its first
+    point."""
     for index, (C, value) in enumerate(zip(compute, score, strict=True)):
         if value >= threshold:
             if not index or score[index - 1] == value or compute[index - 1] <= 0:
@@ -62,12 +63,14 @@ def compute_to(compute: Sequence[float], score: Sequence[float], threshold: floa
     return math.inf
 
 
-def ratio(of: Sequence[float] | np.ndarray, to: Sequence[float] | np.ndarray) -> Interval | None:
-    """Geometric mean of of[i] / to[i] with the 90 % interval of Student's t on logarithms (one pair has no
-    ends); None where a value is not positive and finite."""
-    if not len(of) or not all(0 < value < math.inf for value in (*of, *to)):
+def estimate_ratio(
+    numerators: Sequence[float] | np.ndarray, denominators: Sequence[float] | np.ndarray
+) -> Interval | None:
+    """Estimate the geometric mean of numerators[i] / denominators[i] with the 90 % interval of Student's t on
+    logarithms; one pair has no ends. None without pairs, or if a value is not positive and finite."""
+    if not len(numerators) or not all(0 < value < math.inf for value in (*numerators, *denominators)):
         return None
-    logs = np.log(np.asarray(of) / np.asarray(to))
+    logs = np.log(np.asarray(numerators) / np.asarray(denominators))
     half_width = (
         student_90(len(logs) - 1) * logs.std(ddof=1) / math.sqrt(len(logs)) if len(logs) > 1 else math.nan
     )
@@ -75,8 +78,9 @@ def ratio(of: Sequence[float] | np.ndarray, to: Sequence[float] | np.ndarray) ->
     return Interval(low=low, median=mean, high=high)
 
 
-def front(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Indices of the (compute, score) points that no other point beats in both, by compute."""
+def find_front(points: Sequence[tuple[float, float]]) -> list[int]:
+    """Find the (compute, score) points that no other point beats in both. Return their indices, by
+    compute."""
     order = sorted(range(len(points)), key=lambda n: (points[n][0], -points[n][1]))
     best, indices = -math.inf, list[int]()
     for n in order:
@@ -99,9 +103,9 @@ class Gain:
     less: Mapping[str, Interval]
 
 
-def gains(arms: Mapping[str, Outcomes], *, draws: int = DRAWS, seed: int = 0) -> dict[str, Gain]:
-    """Gains of every arm, and its difference to the first arm. Raises ValueError for arms with different
-    numbers of problems."""
+def estimate_gains(arms: Mapping[str, Outcomes], *, draws: int = DRAWS, seed: int = 0) -> dict[str, Gain]:
+    """Estimate the gains of every arm, and its difference to the first arm. Raises ValueError for arms with
+    different numbers of problems."""
     reference = next(iter(arms))
     count = len(arms[reference].pre)
     if mismatches := [name for name, arm in arms.items() if len(arm.pre) != count]:
@@ -146,15 +150,15 @@ def gains(arms: Mapping[str, Outcomes], *, draws: int = DRAWS, seed: int = 0) ->
 
 
 def _draw_seeds(rng: np.random.Generator, count: int, draws: int) -> np.ndarray:
-    """[draws, S] weights of seeds less those of their mean. S - 1 of S are drawn, which gives their mean its
-    right variance. All zero for one seed."""
+    """Draw [draws, S] weights of seeds, less those of their mean. Only S - 1 of S are drawn, which gives the
+    mean its right variance. All are zero for one seed."""
     if count < 2:
         return np.zeros((draws, count))
     return rng.multinomial(count - 1, np.full(count, 1 / count), draws) / (count - 1) - 1 / count
 
 
 def _collect_figures(pre: np.ndarray, post: np.ndarray, count: int) -> dict[str, np.ndarray]:
-    ratio, odds = headroom(pre, post), logit_gain(pre, post, count)
+    ratio, odds = compute_headroom_gain(pre, post), compute_logit_gain(pre, post, count)
     return {"pre": pre, "post": post, "raw": post - pre, "H": ratio, "logit": odds}
 
 
@@ -166,9 +170,9 @@ def _estimate_interval(
     *,
     freedom: tuple[int, int],
 ) -> Interval:
-    """The value as measured, with the 5 % and 95 % quantiles of its draws. The quantiles are stretched from
-    the normal to Student's t with the degrees of freedom of both parts together (Satterthwaite 1946). NaN
-    where a draw has no headroom."""
+    """Return the value as measured, with the 5 % and 95 % quantiles of its draws. The quantiles are stretched
+    from the normal to Student's t with the degrees of freedom of both parts together (Satterthwaite 1946).
+    The ends are NaN if a draw has no headroom."""
     middle = float(value[0])
     if not np.isfinite(draws).all():
         return Interval(low=math.nan, median=middle, high=math.nan)

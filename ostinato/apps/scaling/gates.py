@@ -1,4 +1,4 @@
-"""Assess whether a curve is identified, provisionally or not at all; flags in words."""
+"""Assess whether a curve is identified, provisionally or not at all, and flag what is odd about it."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ UNSTEEP = frozenset({Flag.B_AT_BOUND, Flag.B_UNKNOWN})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assessment:
-    """Whether a curve may be forecast. ``standing`` and ``reason``, one sentence for a person, are about the
-    ceiling. ``A`` has no median where the curve is not identified, and is None where there is no curve: see
-    ``silent``."""
+    """Whether a curve may be forecast. ``standing`` and ``reason``, a sentence for people, are about the
+    ceiling. ``A`` has no median if the curve is not identified, and is None if there is no curve
+    (``silent``)."""
 
     standing: Standing
     reason: str
@@ -73,8 +73,8 @@ class Assessment:
         return self.A is None
 
     def find_interval(self, draws: np.ndarray, level: float = LEVEL) -> Interval | None:
-        """Return the interval of ``draws`` as far as it may be reported: without its median where the curve
-        is not identified, None where ``silent``."""
+        """Return the interval of ``draws`` as far as it may be reported: without its median if the curve is
+        not identified, None if ``silent``."""
         if self.silent:
             return None
         return interval(draws, level) if self.standing in REPORTED else interval(draws, level).ends()
@@ -152,24 +152,24 @@ def _find_flags(series: Series, fit: Fit) -> list[Flag]:
         flags.append(Flag.A_AT_BOUND)
     if not 1.01 * B_RANGE[0] < fit.curve.B < 0.99 * B_RANGE[1]:
         flags.append(Flag.B_AT_BOUND)
-    if runs_z(fit.residuals) < -2.6:
+    if compute_runs_z(fit.residuals) < -2.6:
         flags.append(Flag.RUNS)
     return flags
 
 
 def _average_windows(R: np.ndarray, window: int) -> np.ndarray:
-    """Mean of each ``window`` consecutive evaluations."""
+    """Average each ``window`` consecutive evaluations."""
     return np.convolve(R, np.full(window, 1 / window), "valid")
 
 
-def _has_fallen(R: np.ndarray, last: int, sd: float) -> bool:
-    """Whether the mean of the last ``last`` evaluations is below the best mean of a quarter of all
-    evaluations, in a row, before them. The best mean of fewer evaluations would be mere luck."""
-    earlier_scores, window = R[:-last], max(2, len(R) // 4)
+def _has_fallen(R: np.ndarray, count: int, sd: float) -> bool:
+    """Whether the mean of the last ``count`` evaluations is beyond noise below an earlier mean: the best one
+    of a quarter of all evaluations in a row. The best mean of fewer evaluations would be mere luck."""
+    earlier_scores, window = R[:-count], max(2, len(R) // 4)
     if len(earlier_scores) < window:
         return False
-    error = math.hypot(*(sd_of_mean(m, sd, MEASURED.rho) for m in (last, window)))
-    return bool(_average_windows(earlier_scores, window).max() - R[-last:].mean() > Z * error)
+    error = math.hypot(*(sd_of_mean(m, sd, MEASURED.rho) for m in (count, window)))
+    return bool(_average_windows(earlier_scores, window).max() - R[-count:].mean() > Z * error)
 
 
 def _keeps_falling(R: np.ndarray) -> bool:
@@ -180,9 +180,9 @@ def _keeps_falling(R: np.ndarray) -> bool:
     return len(tail) > FALLS and bool((np.diff(tail) < 0).all()) and drop > Z * MEASURED.floor
 
 
-def runs_z(residuals: np.ndarray) -> float:
-    """z of the number of runs of equal sign (Wald and Wolfowitz 1940): far below 0, the residuals have a
-    pattern. 0 where fewer than 3 are of one sign."""
+def compute_runs_z(residuals: np.ndarray) -> float:
+    """Compute z of the number of runs of equal sign (Wald and Wolfowitz 1940). Far below 0 the residuals have
+    a pattern. 0 if fewer than 3 are of one sign."""
     sign = np.sign(residuals[residuals != 0])
     above, below = int((sign > 0).sum()), int((sign < 0).sum())
     if min(above, below) < 3:

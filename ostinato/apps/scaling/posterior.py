@@ -56,7 +56,7 @@ class Interval:
 
 
 def interval(values: np.ndarray, level: float = LEVEL) -> Interval:
-    """The interval of draws; infinite draws (a compute at which a target is never reached) are the
+    """Take the interval of draws. Infinite draws (compute for a target that is never reached) are the
     largest."""
     quantiles = np.quantile(values, [(1 - level) / 2, 0.5, (1 + level) / 2], method="inverted_cdf")
     low, median, high = (float(q) for q in quantiles)
@@ -78,25 +78,26 @@ class Posterior:
     C_mid: np.ndarray  # [N]
 
     def score(self, C: float | np.ndarray) -> np.ndarray:
-        """[N, m] (or [N] for a single C): R(C) of every draw."""
+        """Compute R(C) of every draw: [N, m], or [N] for a single C."""
         computes = np.atleast_1d(np.asarray(C, float))
         R = curve.score(computes, *(x[:, None] for x in (self.R0, self.A, self.B, self.C_mid)))
         return R if np.ndim(C) else R[:, 0]
 
     def simulate_evaluations(self, C: np.ndarray, seed: int = 0) -> np.ndarray:
-        """[N, m]: successive evaluations at C as they would be measured: with noise, clipped to [0, 1]."""
+        """Simulate [N, m] successive evaluations at C as they would be measured: with noise, clipped to [0,
+        1]."""
         rng = np.random.default_rng(seed)
         sd = float(np.median(self.sd))
         noise = simulate(rng, len(self.A), len(C), sd, self.noise.rho)
         return np.clip(self.score(np.asarray(C)) + noise, 0, 1)
 
     def compute_for(self, T: float) -> np.ndarray:
-        """[N]: C with R(C) = T; infinite for draws with A <= T."""
+        """Compute [N] C with R(C) = T: infinite for draws with A <= T, 0 for draws with R0 >= T."""
         return curve.compute_for(T, self.R0, self.A, self.B, self.C_mid)
 
-    def gain(self, now: float, then: float) -> np.ndarray:
-        """[N]: R(then) - R(now)."""
-        R = self.score(np.array([now, then]))
+    def gain(self, start: float, end: float) -> np.ndarray:
+        """Compute [N] R(end) - R(start)."""
+        R = self.score(np.array([start, end]))
         return R[:, 1] - R[:, 0]
 
 
@@ -120,7 +121,7 @@ def posterior(
     grid = _Grid.of(series, sd, noise.rho, prior)
     for heat in (16.0, 4.0, 1.0):  # cooling, so that a mass narrower than a cell is found
         log_B, log_C_mid = grid.axes(cells)
-        grid = grid.around(grid.density(log_B[:, None], log_C_mid[None, :]) / heat, cells)
+        grid = grid.refine(grid.density(log_B[:, None], log_C_mid[None, :]) / heat, cells)
     log_B, log_C_mid = grid.axes(cells)
     density = grid.density(log_B[:, None], log_C_mid[None, :])
     rng = np.random.default_rng(seed)
@@ -168,16 +169,16 @@ class _Grid:
         )
 
     def axes(self, cells: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
-        """Centres of the cells, ln B and ln C_mid."""
+        """Compute the centres of the cells, ln B and ln C_mid."""
         steps = (self.high - self.low) / cells
         (log_B, log_C_mid) = (
             low + step * (np.arange(n) + 0.5) for low, step, n in zip(self.low, steps, cells, strict=True)
         )
         return log_B, log_C_mid
 
-    def around(self, density: np.ndarray, cells: tuple[int, int], tail: float = 1e-5) -> _Grid:
-        """Return the box that has the mass (all but ``tail`` on each side), and one more cell on each
-        side."""
+    def refine(self, density: np.ndarray, cells: tuple[int, int], tail: float = 1e-5) -> _Grid:
+        """Return the grid of a smaller box: it has the mass, all but ``tail`` on each side, and one more cell
+        on each side."""
         mass = np.exp(density - density.max())
         ends = []
         for axis, n in enumerate(cells):
@@ -200,7 +201,7 @@ class _Grid:
         )
 
     def density(self, log_B: np.ndarray, log_C_mid: np.ndarray) -> np.ndarray:
-        """ln of the posterior density of the cells, up to a constant; A and R0 are integrated out."""
+        """Compute ln of the posterior density of the cells, up to a constant; A and R0 are integrated out."""
         q = self._compute_quadratic(log_B, log_C_mid)
         mean, width = q.sy / q.ss, 1 / np.sqrt(q.ss)
         mass = log_between(-mean / width, (1 - self.series.R0 - mean) / width)

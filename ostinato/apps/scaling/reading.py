@@ -17,15 +17,15 @@ from ostinato.options import add_options
 MAGNITUDES = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
 
 
-def axis_of(text: str) -> Axis:
-    """Parse the value of an option --axis."""
+def parse_axis(text: str) -> Axis:
+    """Parse the value of an option --axis. Raises typer.BadParameter for an unknown axis."""
     try:
         return Axis.parse(text, "--axis")
     except ValueError as error:  # typer shows only the value of a ValueError
         raise typer.BadParameter(str(error)) from None
 
 
-AXIS = {"parser": axis_of, "metavar": f"[{'|'.join(Axis)}]"}  # arguments of the option --axis
+AXIS = {"parser": parse_axis, "metavar": f"[{'|'.join(Axis)}]"}  # arguments of the option --axis
 OF_CSV = ("compute", "score", "stderr", "by", "series", "R0")
 OF_RUN = ("split", "metric", "price-per-device-hour")
 Price = Annotated[
@@ -77,8 +77,8 @@ class Reading:
     low: Annotated[float, typer.Option(help="The lowest score; -1 for rewards from -1 to 1.")] = 0.0
     high: Annotated[float, typer.Option(help="The highest score.")] = 1.0
 
-    def list_given(self) -> list[str]:
-        """Names of the options that are not at their default, as they are written."""
+    def list_changed_options(self) -> list[str]:
+        """Return the names of the options that are not at their default, as they are written."""
         names = [field.name for field in fields(self) if getattr(self, field.name) not in (field.default, [])]
         return ["R0" if name == "r0" else name.replace("_", "-") for name in names]
 
@@ -100,10 +100,10 @@ class Window:
 
 
 def read_all(source: Path, reading: Reading) -> list[Series]:
-    """Read all series of a CSV, or the series of a run. Raises ValueError in words, also for an option that
-    is of the other kind of source."""
+    """Read all series of a CSV, or the series of a run. Raises ValueError for a source that cannot be read,
+    and for an option of the other kind of source."""
     if source.is_dir():
-        _refuse(reading, OF_CSV, f"{source} is a run folder and the option is for a CSV")
+        _refuse_options(reading, OF_CSV, f"{source} is a run folder and the option is for a CSV")
         return [
             read_run(
                 source,
@@ -117,7 +117,7 @@ def read_all(source: Path, reading: Reading) -> list[Series]:
         ]
     if not source.is_file():
         raise ValueError(f"{source} is neither a run folder nor a CSV file; name one that exists")
-    _refuse(reading, OF_RUN, f"{source} is a CSV and the option is for a run folder")
+    _refuse_options(reading, OF_RUN, f"{source} is a CSV and the option is for a run folder")
     try:
         return read_csv(
             source,
@@ -134,31 +134,36 @@ def read_all(source: Path, reading: Reading) -> list[Series]:
         raise ValueError(f"{source} is no text in UTF-8; give a CSV or a run folder") from error
 
 
-def _refuse(reading: Reading, names: Sequence[str], reason: str) -> None:
-    for name in reading.list_given():
+def _refuse_options(reading: Reading, names: Sequence[str], reason: str) -> None:
+    for name in reading.list_changed_options():
         if name in names:
             raise ValueError(f"--{name} is given, but {reason}; drop it")
 
 
 def read_one(source: Path, reading: Reading) -> Window:
-    """Read the series that is meant, and its window. Raises ValueError where there are several."""
-    choices = _choose(source, reading)
+    """Read the chosen series and its window. Raises ValueError if there are several, as ``read_all``, or if
+    the window has no evaluation."""
+    choices = _choose_series(source, reading)
     if len(choices) != 1:
         names = ", ".join(repr(choice.name) for choice in choices)
         raise ValueError(f"{source} has {len(choices)} series; choose one with --series: {names}")
-    return window(source, choices[0], reading)
+    return select_window(source, choices[0], reading)
 
 
 def read_several(sources: Sequence[Path], reading: Reading) -> list[Window]:
-    """Read all series that are meant. Raises ValueError for fewer than two."""
-    windows = [window(source, choice, reading) for source in sources for choice in _choose(source, reading)]
+    """Read all chosen series and their windows. Raises ValueError for fewer than two, and as ``read_one``."""
+    windows = [
+        select_window(source, choice, reading)
+        for source in sources
+        for choice in _choose_series(source, reading)
+    ]
     if len(windows) < 2:
         raise ValueError(f"{sources[0]} has one series; name another run, or two series of a file")
     return windows
 
 
-def _choose(source: Path, reading: Reading) -> list[Series]:
-    """Return the series that --series names, in its order, or all."""
+def _choose_series(source: Path, reading: Reading) -> list[Series]:
+    """Return the series that --series names, in its order, or all. Raises ValueError for an unknown name."""
     candidates = read_all(source, reading)
     by_name = {candidate.name: candidate for candidate in candidates}
     for name in reading.series or ():
@@ -168,10 +173,11 @@ def _choose(source: Path, reading: Reading) -> list[Series]:
     return [by_name[name] for name in reading.series or ()] or candidates
 
 
-def window(source: Path, whole: Series, reading: Reading) -> Window:
-    """Return the part of a series between --cut and --until. Raises ValueError where nothing is left."""
-    first = amount(reading.cut, "--cut") if reading.cut else 0.0
-    last = amount(reading.until, "--until") if reading.until else math.inf
+def select_window(source: Path, whole: Series, reading: Reading) -> Window:
+    """Return the part of a series between --cut and --until. Raises ValueError if it has no evaluation, and
+    for bounds that are no positive numbers."""
+    first = parse_amount(reading.cut, "--cut") if reading.cut else 0.0
+    last = parse_amount(reading.until, "--until") if reading.until else math.inf
     fitted = whole.between(first, last)
     if len(whole) and not len(fitted):
         raise ValueError(
@@ -181,7 +187,7 @@ def window(source: Path, whole: Series, reading: Reading) -> Window:
     return Window(whole=whole, fitted=fitted, run=source if source.is_dir() else None)
 
 
-def amount(text: str, option: str) -> float:
+def parse_amount(text: str, option: str) -> float:
     """Parse a positive number: "100k", "1.5e21", "30000". Raises ValueError in words."""
     factor = MAGNITUDES.get({"K": "k"}.get(text[-1:], text[-1:]), 1.0)
     try:

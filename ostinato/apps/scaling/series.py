@@ -71,9 +71,9 @@ class Series:
         """Return the evaluations with first <= C <= last."""
         return self.take((first <= self.compute) & (self.compute <= last))
 
-    def take(self, which: np.ndarray | slice) -> Series:
-        stderr = None if self.stderr is None else self.stderr[which]
-        return replace(self, compute=self.compute[which], score=self.score[which], stderr=stderr)
+    def take(self, selection: np.ndarray | slice) -> Series:
+        stderr = None if self.stderr is None else self.stderr[selection]
+        return replace(self, compute=self.compute[selection], score=self.score[selection], stderr=stderr)
 
 
 def series(
@@ -125,10 +125,10 @@ def series(
     )
 
 
-def require_comparable(*compared: Series) -> None:
+def require_comparable(*all_series: Series) -> None:
     """Raise ValueError unless all series have the same axis and the same held-out set."""
-    first = compared[0]
-    for other in compared[1:]:
+    first = all_series[0]
+    for other in all_series[1:]:
         if other.axis != first.axis:
             raise ValueError(
                 f"{first.name} counts compute in {first.axis} and {other.name} in {other.axis}; read both"
@@ -150,8 +150,8 @@ def simulate_series(
     seed: int = 0,
     name: str = "simulated",
 ) -> Series:
-    """Simulate evaluations of a known curve with AR(1) noise; the defaults are those of published runs.
-    Scores are clipped to [0, 1]."""
+    """Simulate evaluations of a known curve with AR(1) noise, clipped to [0, 1]. The default noise is that of
+    published runs."""
     rng = np.random.default_rng(seed)
     C = np.asarray(compute, float)
     noise = simulate(rng, 1, len(C), sd, rho)[0]
@@ -292,7 +292,8 @@ def _require_same_measure(rows: Sequence[Mapping[str, Any]], name: str, split: s
 
 
 def _sum_compute(run: RunFolder, axis: Axis, steps: Sequence[int], price: float) -> list[float]:
-    """The compute spent up to the end of each of the steps."""
+    """Sum the compute spent up to the end of each of the steps. Raises ValueError for a ledger that is
+    damaged or lacks the axis or a step."""
     if axis is Axis.STEPS:
         return [float(step) for step in steps]
     name = run.path.name
@@ -310,7 +311,8 @@ ANSWER_ERRORS = {"pass@1": "answer_stderr", "reward": "reward_answer_stderr"}
 
 
 def _estimate_stderr(row: Mapping[str, Any], metric: str, low: float, high: float) -> float:
-    """Standard error of one evaluation, in the units of its metric."""
+    """Estimate the standard error of one evaluation, in the units of its metric. It is above 0 even if all
+    answers agree."""
     draws = row["n"] * (1 if metric == "pass@k" else row.get("samples", 1))
     if (error := row.get(ANSWER_ERRORS.get(metric, ""))) is not None:
         return max(error, (high - low) / (draws + 2))  # where all answers agree, the next may still differ

@@ -19,15 +19,15 @@ from ostinato.apps.scaling.ablation import REFERENCE
 from ostinato.apps.scaling.arms import answer, commands
 from ostinato.apps.scaling.arms import jobs as jobs_of
 from ostinato.apps.scaling.arms.commands import Output, Study
-from ostinato.apps.scaling.arms.jobs import Job, State, check, plan, run
+from ostinato.apps.scaling.arms.jobs import Job, State, check_jobs, plan_jobs, run_jobs
 from ostinato.apps.scaling.arms.kept import (
     Measure,
-    collect,
-    is_ended,
+    build_series,
+    collect_lines,
+    has_own_end,
     measure_acts,
-    prompts,
     read_kept,
-    series_of,
+    read_prompts_hash,
     write_kept,
 )
 from ostinato.apps.scaling.curve import Sigmoid
@@ -98,7 +98,7 @@ def recipe(tmp_path: Path) -> Path:
 
 
 def test_the_plan_is_every_arm_with_every_seed_and_one_change(recipe: Path, tmp_path: Path) -> None:
-    jobs = plan(recipe, ["trainer.lr=0.01"], seeds=(3, 4), out=tmp_path / "out")
+    jobs = plan_jobs(recipe, ["trainer.lr=0.01"], seeds=(3, 4), out=tmp_path / "out")
     names = [job.folder.name for job in jobs]
     assert names == [
         f"{arm}-s{seed}" for seed in (3, 4) for arm in ("recipe", "no-fp32-head", "cispo-dapo-clip")
@@ -107,13 +107,15 @@ def test_the_plan_is_every_arm_with_every_seed_and_one_change(recipe: Path, tmp_
     assert {job.recipe.trainer.lr for job in jobs} == {0.01}
     assert [job.recipe.model.fp32_head for job in jobs[:3]] == [False, True, False]
     assert [job.recipe.algo.name for job in jobs[:3]] == ["grpo", "grpo", "dapo"]
-    one = plan(recipe, [], seeds=(0,), arms=["no fp32 head"], out=tmp_path)
+    one = plan_jobs(recipe, [], seeds=(0,), arms=["no fp32 head"], out=tmp_path)
     assert [job.arm for job in one] == [REFERENCE, "no fp32 head"]
 
 
 def test_workers_share_the_threads(recipe: Path, tmp_path: Path) -> None:
     def threads(*overrides: str, workers: int) -> object:
-        return plan(recipe, overrides, seeds=(0,), out=tmp_path, workers=workers)[0].recipe.engine.threads
+        return plan_jobs(recipe, overrides, seeds=(0,), out=tmp_path, workers=workers)[
+            0
+        ].recipe.engine.threads
 
     assert threads(workers=1) == "auto"
     assert threads(workers=1000) == 1
@@ -136,26 +138,28 @@ def test_arms_that_cannot_be_are_refused(tmp_path: Path, arms: str, message: str
     path = tmp_path / "r.toml"
     path.write_text(arms)
     with pytest.raises(ValueError, match=message):
-        plan(path, [], seeds=(0,), out=tmp_path)
+        plan_jobs(path, [], seeds=(0,), out=tmp_path)
 
 
 def test_a_folder_of_another_recipe_is_not_gone_on_with(recipe: Path, tmp_path: Path) -> None:
-    jobs = plan(recipe, [], seeds=(0,), out=tmp_path / "out")
-    run(jobs, 3, ignore, command=child("exit 1"), pause=short)
-    check(jobs)
-    check(plan(recipe, ["engine.threads=1"], seeds=(0,), out=tmp_path / "out"))
-    begun = plan(recipe, ["model.dtype=float32"], seeds=(0,), out=tmp_path / "out")[0].recipe
+    jobs = plan_jobs(recipe, [], seeds=(0,), out=tmp_path / "out")
+    run_jobs(jobs, 3, ignore, command=child("exit 1"), pause=short)
+    check_jobs(jobs)
+    check_jobs(plan_jobs(recipe, ["engine.threads=1"], seeds=(0,), out=tmp_path / "out"))
+    begun = plan_jobs(recipe, ["model.dtype=float32"], seeds=(0,), out=tmp_path / "out")[0].recipe
     (jobs[0].folder / "recipe.toml").write_text(dump_toml(begun))
-    check(plan(recipe, ["model.dtype=auto"], seeds=(0,), out=tmp_path / "out"))  # what a run writes of "auto"
+    check_jobs(
+        plan_jobs(recipe, ["model.dtype=auto"], seeds=(0,), out=tmp_path / "out")
+    )  # what a run writes of "auto"
     with pytest.raises(ValueError, match=r"recipe-s0 is a run of another recipe \(trainer.lr differs\)"):
-        check(plan(recipe, ["trainer.lr=0.5"], seeds=(0,), out=tmp_path / "out"))
+        check_jobs(plan_jobs(recipe, ["trainer.lr=0.5"], seeds=(0,), out=tmp_path / "out"))
 
 
 def test_an_arm_without_an_algorithm_is_refused_before_anything_runs(tmp_path: Path) -> None:
     path = tmp_path / "r.toml"
     path.write_text('[ablate.arms]\n"x" = ["algo.name=nope"]')
     with pytest.raises(ValueError, match=r"arm 'x': .*nope"):
-        check(plan(path, [], seeds=(0,), out=tmp_path))
+        check_jobs(plan_jobs(path, [], seeds=(0,), out=tmp_path))
 
 
 # -- children, by shell scripts in place of runs
@@ -176,19 +180,19 @@ def ignore(states: Sequence[State]) -> None:
 
 
 def some_jobs(recipe: Path, out: Path) -> list[Job]:
-    return plan(recipe, [], seeds=(0,), out=out)
+    return plan_jobs(recipe, [], seeds=(0,), out=out)
 
 
 def test_runs_that_have_ended_are_not_run_again(recipe: Path, tmp_path: Path) -> None:
     jobs = some_jobs(recipe, tmp_path)
     seen: list[list[str]] = []
-    first = run(
+    first = run_jobs(
         jobs, 2, lambda states: seen.append([s.what for s in states]), command=child(DONE), pause=short
     )
     assert [(state.what, state.step) for state in first] == [("done", 7)] * 3
     assert max(each.count("running") for each in seen) <= 2
     assert all(Recipe.load(job.folder / "recipe.toml").trainer.steps == 7 for job in jobs)
-    again = run(jobs, 2, ignore, command=child("exit 9"), pause=short)
+    again = run_jobs(jobs, 2, ignore, command=child("exit 9"), pause=short)
     assert [state.what for state in again] == ["done"] * 3
 
 
@@ -200,8 +204,8 @@ def test_a_run_that_stopped_for_now_goes_on(recipe: Path, tmp_path: Path) -> Non
     for until in (1 / 8, 1 / 2, 1 / 8, 1 / 2):
         trainer = one.recipe.trainer.model_copy(update={"budget": 8, "until": until})
         job = replace(one, recipe=one.recipe.model_copy(update={"trainer": trainer}))
-        check([job])
-        assert run([job], 1, ignore, command=child(script), pause=short)[0].what == "done"
+        check_jobs([job])
+        assert run_jobs([job], 1, ignore, command=child(script), pause=short)[0].what == "done"
         ran.append(len((job.folder / "until").read_text().split()))
     assert ran == [1, 2, 2, 2] and "trainer.until=0.5" in (job.folder / "until").read_text()
 
@@ -209,10 +213,10 @@ def test_a_run_that_stopped_for_now_goes_on(recipe: Path, tmp_path: Path) -> Non
 def test_a_run_that_fails_is_named_kept_and_gone_on_with(recipe: Path, tmp_path: Path) -> None:
     jobs = some_jobs(recipe, tmp_path)
     broken = f'case $0 in *fp32*) echo "ostinato: no signal" >&2; exit 1;; *) {DONE};; esac'
-    states = run(jobs, 1, ignore, command=child(broken), pause=short)
+    states = run_jobs(jobs, 1, ignore, command=child(broken), pause=short)
     assert [state.what for state in states] == ["done", "failed", "done"]
     assert states[1].error == "no signal"
-    states = run(jobs, 1, ignore, command=child(DONE), pause=short)
+    states = run_jobs(jobs, 1, ignore, command=child(DONE), pause=short)
     assert [state.what for state in states] == ["done"] * 3
 
 
@@ -225,9 +229,9 @@ def test_an_interrupted_run_has_not_ended(tmp_path: Path) -> None:
         ("solved", True),
     ):
         log.write_text(json.dumps({"event": "end", "why": why}) + "\n")
-        assert is_ended(tmp_path) is wanted
+        assert has_own_end(tmp_path) is wanted
     log.write_text(json.dumps({"event": "end", "why": "done"}) + '\n{"event":"st')  # a torn row after it
-    assert is_ended(tmp_path)
+    assert has_own_end(tmp_path)
 
 
 def test_ctrl_c_lets_the_children_save(recipe: Path, tmp_path: Path) -> None:
@@ -241,7 +245,7 @@ def test_ctrl_c_lets_the_children_save(recipe: Path, tmp_path: Path) -> None:
 
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(KeyboardInterrupt):
-        run(jobs, 2, stop_when_ready, command=child(script), pause=short)
+        run_jobs(jobs, 2, stop_when_ready, command=child(script), pause=short)
     assert [(job.folder / "saved").exists() for job in jobs] == [True, True, False]
     assert signal.getsignal(signal.SIGTERM) is before
 
@@ -251,10 +255,10 @@ def test_two_never_train_into_one_folder(recipe: Path, tmp_path: Path) -> None:
     jobs = some_jobs(recipe, tmp_path)[:1]
     jobs[0].folder.mkdir(parents=True)
     with hold_lock(jobs[0].folder):
-        (state,) = run(jobs, 1, ignore, command=child(DONE), pause=short)
+        (state,) = run_jobs(jobs, 1, ignore, command=child(DONE), pause=short)
     assert state.what == "failed" and f"is in use by process {os.getpid()} on" in state.error
     assert not (jobs[0].folder / "train.log").exists()
-    assert run(jobs, 1, ignore, command=child(DONE), pause=short)[0].what == "done"
+    assert run_jobs(jobs, 1, ignore, command=child(DONE), pause=short)[0].what == "done"
 
 
 # -- what is kept and shown
@@ -296,11 +300,11 @@ def test_mistakes_are_one_sentence(
 
 def test_a_line_gives_its_series_back(kept: Path) -> None:
     row = read_kept(kept)[0]
-    one = series_of(row, Axis.STEPS)
+    one = build_series(row, Axis.STEPS)
     assert (one.name, one.axis, one.R0) == ("the recipe, seed 0", Axis.STEPS, 0.3)
     np.testing.assert_array_equal(one.compute, row["compute"]["steps"])
     with pytest.raises(ValueError, match="no run folder"):
-        collect([])
+        collect_lines([])
 
 
 # ---- what an ablation may report of runs that died, saturated, answered other questions or never began
@@ -325,7 +329,7 @@ def flat(row: dict[str, Any], at: float, noise: float = 0.004) -> dict[str, Any]
 
 
 def result_of(rows: Sequence[dict[str, Any]]) -> Mapping[str, Any]:
-    return answer.answer(answer.compare_runs(rows, Axis.FLOPS)).result
+    return answer.build_answer(answer.compare_runs(rows, Axis.FLOPS)).result
 
 
 # -- the same questions
@@ -338,13 +342,16 @@ def test_an_edited_file_of_prompts_is_seen(tmp_path: Path) -> None:
     for step, found in ((0, "aaaaaaaaaaaa"), (8, "aaaaaaaaaaaa")):
         run.eval.append({"step": step, "set": "eval", "split": "eval", "prompts": found})
     run.eval.append({"step": 8, "set": "hard", "split": "eval", "prompts": "bbbbbbbbbbbb"})
-    assert (prompts(run, "eval"), prompts(run, "hard")) == ("aaaaaaaaaaaa", "bbbbbbbbbbbb")
+    assert (read_prompts_hash(run, "eval"), read_prompts_hash(run, "hard")) == (
+        "aaaaaaaaaaaa",
+        "bbbbbbbbbbbb",
+    )
     rows = rows_of(REFERENCE, OTHER)
     rows[3]["prompts"] = "cccccccccccc"  # of the last seed alone
     with pytest.raises(ValueError, match="held-out sets do not compare"):
         result_of(rows)
     run.eval.append({"step": 16, "set": "eval", "split": "eval"})
-    assert prompts(run, "eval") == ""  # not known to be one set
+    assert read_prompts_hash(run, "eval") == ""  # not known to be one set
     rows[3]["prompts"] = ""
     with pytest.raises(ValueError, match="seed 1 does not say on which held-out prompts"):
         result_of(rows)
@@ -383,7 +390,7 @@ def test_a_run_that_died_early_does_not_pull_the_others_down(n: int, shown: str)
     dead = arms["a | pipe"]
     assert dead["reached_at"] == rows[-1]["compute"]["flops"][-1]
     assert dead["reached"]["median"] == pytest.approx(float(np.mean(rows[-1]["score"][-1:])), abs=0.06)
-    lines = answer.answer(answer.compare_runs(rows, Axis.FLOPS)).tables[0].rows
+    lines = answer.build_answer(answer.compare_runs(rows, Axis.FLOPS)).tables[0].rows
     assert [line[5].endswith(shown) for line in lines] == [False, False, True]
 
 
@@ -413,7 +420,7 @@ def test_parts_that_never_act_are_shown(tmp_path: Path, capsys: pytest.CaptureFi
     assert done.value.code == 0
     found = json.loads(capsys.readouterr().out)
     assert found["arms"][1]["acted"] == [{"clip_ratio/region_mean": 0.0}] * 2
-    acted = answer.answer(answer.compare_runs(rows, Axis.FLOPS)).tables[-1]
+    acted = answer.build_answer(answer.compare_runs(rows, Axis.FLOPS)).tables[-1]
     assert list(acted.head) == ["capped", "clipped", "interrupted", "updates old"]
     assert [tuple(cells) for _, *cells in acted.rows] == [("<0.01%", "-", "3.00%", "8"), ("-", "0", "-", "-")]
 
@@ -463,7 +470,7 @@ def test_why_runs_failed_is_printed_where_nothing_can_be_compared(
     2, as if the user had mistyped a path; why they failed was lost."""
     recipe = tmp_path / "mine.toml"
     recipe.write_text('[trainer]\nsteps = 7\n[ablate.arms]\n"no fp32 head" = ["model.fp32_head=true"]\n')
-    jobs = plan(recipe, [], seeds=(0,), out=tmp_path)
+    jobs = plan_jobs(recipe, [], seeds=(0,), out=tmp_path)
 
     def failed(job: Job) -> State:
         what = "done" if job.folder.name in surviving else "failed"
@@ -474,9 +481,9 @@ def test_why_runs_failed_is_printed_where_nothing_can_be_compared(
             raise ValueError("there is no run folder to read; name a folder that holds runs")
         return [kept_row("no fp32 head", 0, LAWS[OTHER])], []
 
-    monkeypatch.setattr(jobs_of, "run", lambda *_: [failed(job) for job in jobs])
-    monkeypatch.setattr(commands, "collect", collected)
-    code = commands.run(str(recipe), [], Study(seeds=1, out=tmp_path), Output())
+    monkeypatch.setattr(jobs_of, "run_jobs", lambda *_: [failed(job) for job in jobs])
+    monkeypatch.setattr(commands, "collect_lines", collected)
+    code = commands.run_recipe(str(recipe), [], Study(seeds=1, out=tmp_path), Output())
     output = capsys.readouterr().out
     assert code == 1
     assert "recipe-s0 failed: no signal." in output

@@ -16,15 +16,15 @@ from ostinato.apps.scaling.arms.compare import (
     SHARES,
     ArmsFile,
     ArmSpec,
-    compare,
-    ends_at,
-    job,
-    outcomes,
+    collect_outcomes,
+    make_job,
     parse_budget,
+    race_arms,
     read_arms,
-    sweep,
+    select_ends_at,
+    sweep_rates,
 )
-from ostinato.apps.scaling.arms.compared import answer, curves, per_flop
+from ostinato.apps.scaling.arms.compared import build_curves, build_race_answer, compute_ratios
 from ostinato.apps.scaling.arms.jobs import Job, State, has_ended
 from ostinato.config import dump_toml
 from ostinato.run import RunFolder
@@ -108,7 +108,7 @@ def test_arms_that_are_none_are_refused(tmp_path: Path) -> None:
 def test_budgets_become_those_of_runs(tmp_path: Path) -> None:
     file = arms(tmp_path)
     found = {
-        unit: job(file, "coin", 1e-3, 0, (amount, unit), tmp_path).recipe.trainer.budget
+        unit: make_job(file, "coin", 1e-3, 0, (amount, unit), tmp_path).recipe.trainer.budget
         for amount, unit in ((1e12, "flops"), (1000.0, "interactions"), (360.0, "seconds"))
     }
     assert found == {"flops": "1e+12 flops", "interactions": 4, "seconds": "0.1 hours"}
@@ -122,7 +122,7 @@ def test_learning_rates_of_one_arm_change_nothing_of_another(tmp_path: Path) -> 
     )
     met = list[list[Job]]()
     for each, out in ((file, "one"), (more, "other")):
-        sweep(each, BUDGET, tmp_path / out, lambda jobs: met.append([*jobs]) or fake(jobs))
+        sweep_rates(each, BUDGET, tmp_path / out, lambda jobs: met.append([*jobs]) or fake(jobs))
     large = [sorted(j.recipe.trainer.lr for j in some if j.arm == "large, LoRA") for some in met]
     assert large == [[1e-4, 1e-3]] * 4
 
@@ -136,7 +136,7 @@ def test_a_rate_that_leads_early_and_falls_is_not_chosen(tmp_path: Path) -> None
         return course[one.recipe.trainer.lr][(share >= 1 / 2) + (share == 1)]
 
     file = arms(tmp_path, "lrs = [1e-3, 1e-2, 3e-3]\n[arms.a]\n")
-    found = compare(file, BUDGET, range(2), tmp_path / "out", lambda jobs: play(jobs, right))
+    found = race_arms(file, BUDGET, range(2), tmp_path / "out", lambda jobs: play(jobs, right))
     assert found.chosen == {"a": 1e-3}
     assert found.swept["a"] == {1e-3: [0.25, 1.0], 1e-2: [0.0], 3e-3: [0.5, 0.75]}
     spent = {
@@ -149,27 +149,27 @@ def test_a_rate_that_leads_early_and_falls_is_not_chosen(tmp_path: Path) -> None
 
 def test_a_comparison_sweeps_chooses_and_answers(tmp_path: Path) -> None:
     file = arms(tmp_path)
-    found = compare(file, BUDGET, range(3), tmp_path / "out", fake)
+    found = race_arms(file, BUDGET, range(3), tmp_path / "out", fake)
     assert found.chosen == {"small, full": 1e-3, "large, LoRA": 1e-3, "coin": 1e-3}
     assert len(found.lines) == 9 and "coin" not in found.swept
-    shown = answer(found, "1e12 flops", file.threshold)
+    shown = build_race_answer(found, "1e12 flops", file.threshold)
     coin = shown.result["arms"]["coin"]
     assert coin["raw"]["low"] <= 0 <= coin["raw"]["high"]
     assert shown.result["arms"]["large, LoRA"]["raw"]["low"] > 0
     equal = "All arms at an equal 1,792 interactions"
     titles = ["Arm", "Difference to small, full", equal, "Spent, FLOP"]
     assert [table.title for table in shown.tables] == titles
-    other = answer(found, "1e12 flops", file.threshold, against="large, LoRA")
+    other = build_race_answer(found, "1e12 flops", file.threshold, against="large, LoRA")
     less = [
         one.result["arms"][arm]["less"]["raw"]["median"]
         for one, arm in ((shown, "large, LoRA"), (other, "small, full"))
     ]
     assert other.tables[1].title == "Difference to large, LoRA" and less[0] == pytest.approx(-less[1])
     page = tmp_path / "page.html"
-    write_page(page, "arms", shown, curves(found.lines))
+    write_page(page, "arms", shown, build_curves(found.lines))
     text = page.read_text()
     assert "large, LoRA" in text and "Score over compute" in text and "Score over interactions" in text
-    again = compare(file, BUDGET, range(3), tmp_path / "out", fake)
+    again = race_arms(file, BUDGET, range(3), tmp_path / "out", fake)
     assert json.dumps(again.lines) == json.dumps(found.lines)
 
 
@@ -182,15 +182,15 @@ def test_an_arm_whose_runs_all_fail_leaves_the_others_their_answer(tmp_path: Pat
         return [*states, *(State(job=one, what="failed", error="nothing to learn from") for one in lost)]
 
     file = arms(tmp_path)
-    found = compare(file, BUDGET, range(2), tmp_path / "out", run)
+    found = race_arms(file, BUDGET, range(2), tmp_path / "out", run)
     assert [*found.chosen] == ["small, full", "coin"] and len(found.failed) == 2
-    shown = answer(found, "1e12 flops", file.threshold)
+    shown = build_race_answer(found, "1e12 flops", file.threshold)
     assert "large-lora-lr0.0001-s0 failed: nothing to learn from." in shown.lead
 
 
 def test_a_sweep_is_the_beginning_of_a_race(tmp_path: Path) -> None:
     file = arms(tmp_path, f"overrides = ['{OTHERS}']\nlrs = [1e-4]\n[arms.a]\nrank = 2\n")
-    swept, raced = (job(file, "a", 1e-3, 0, BUDGET, tmp_path, until) for until in (1 / 8, 1.0))
+    swept, raced = (make_job(file, "a", 1e-3, 0, BUDGET, tmp_path, until) for until in (1 / 8, 1.0))
     trainer = raced.recipe.trainer.model_copy(update={"until": 1 / 8})
     assert swept.recipe == raced.recipe.model_copy(update={"trainer": trainer})
     assert swept.folder == raced.folder
@@ -198,13 +198,13 @@ def test_a_sweep_is_the_beginning_of_a_race(tmp_path: Path) -> None:
     assert raced.recipe.adapter.rank == 2
     with pytest.raises(ValueError, match=r"arm 'a'.*adapter\.path.*adapter\.kind \"full\""):
         bad = arms(tmp_path, "[arms.a]\nmethod = 'full'\noverrides = ['adapter.path=\"x\"']\n")
-        job(bad, "a", 1e-3, 0, BUDGET, tmp_path)
+        make_job(bad, "a", 1e-3, 0, BUDGET, tmp_path)
 
 
 def test_before_is_the_mean_over_seeds() -> None:
     """The first seed's score alone stood for all of them: 0.152 where three seeds had 0.17."""
     lines = [{"arm": "a", "prompts": "p", "each": [[k, 0.0, k], [1.0, 0.0, 1.0]]} for k in (0.0, 0.5, 1.0)]
-    found = outcomes(lines)["a"]
+    found = collect_outcomes(lines)["a"]
     assert found.pre.tolist() == [0.5, 0.5] and found.post.shape == (3, 2)
 
 
@@ -218,7 +218,7 @@ def test_gain_per_flop_is_compared_seed_by_seed() -> None:
     first = [run("plain", seed, [0, 4, 8], [0.2, 0.4, 0.6]) for seed in (0, 1)]
     fast = [run("fast", seed, [0, 4, 8], [0.2, 0.5, 0.6]) for seed in (0, 1)]
     slow = [run("slow", 0, [0, 8], [0.2, 0.4]), run("slow", 1, [0, 8], [0.2, 0.6])]
-    found = per_flop([*first, *fast, *slow], threshold=0.75)
+    found = compute_ratios([*first, *fast, *slow], threshold=0.75)
     assert found["plain"]["gain"] == found["plain"]["to"] == found["fast"]["gain"]
     to, gain = found["fast"]["to"], found["slow"]["gain"]
     assert to is not None and to.median == pytest.approx(4 / 32**0.5)
@@ -227,7 +227,7 @@ def test_gain_per_flop_is_compared_seed_by_seed() -> None:
 
 def test_what_was_not_trained_has_its_table(tmp_path: Path) -> None:
     file = arms(tmp_path, f"overrides = ['{OTHERS}']\nlrs = [1e-4, 1e-3]\n[arms.a]\n[arms.b]\nlrs = [1e-4]")
-    shown = answer(compare(file, BUDGET, range(2), tmp_path / "out", fake), "1e12 flops", 0.75)
+    shown = build_race_answer(race_arms(file, BUDGET, range(2), tmp_path / "out", fake), "1e12 flops", 0.75)
     (table,) = (one for one in shown.tables if one.title == "Not trained: others")
     assert [row[0] for row in table.rows] == ["a", "b"] and shown.result["elsewhere"].keys() == {"others"}
     lost = shown.result["elsewhere"]["others"]["a"]["raw"]
@@ -241,20 +241,20 @@ def test_scores_at_the_same_amount_lie_on_the_line_between_two(gaps: list[int], 
     each = np.random.default_rng(sum(gaps)).random((len(along), 6))
     one, test = {"played": along, "each": each.tolist()}, each[:, ::2]
     for k, where in enumerate(along):
-        assert np.allclose(ends_at(one, "played", where), [test[0], test[k]])
+        assert np.allclose(select_ends_at(one, "played", where), [test[0], test[k]])
     where = (1 - share) * along[0] + share * along[1]
-    assert np.allclose(ends_at(one, "played", where)[1], (1 - share) * test[0] + share * test[1])
-    assert np.allclose(ends_at(one, "played", along[-1] + 1)[1], test[-1])
+    assert np.allclose(select_ends_at(one, "played", where)[1], (1 - share) * test[0] + share * test[1])
+    assert np.allclose(select_ends_at(one, "played", along[-1] + 1)[1], test[-1])
 
 
 def test_a_random_reward_that_gains_is_told(tmp_path: Path) -> None:
     file = arms(tmp_path, "lrs = [1e-4]\n[arms.a]\n[arms.chance]\ncontrol = 'random reward'\n")
-    shown = answer(compare(file, BUDGET, range(2), tmp_path / "out", fake), "1e12 flops", 0.75)
+    shown = build_race_answer(race_arms(file, BUDGET, range(2), tmp_path / "out", fake), "1e12 flops", 0.75)
     assert any("rewarded at random and gained" in sentence for sentence in shown.lead)
 
 
 def test_nothing_finished_is_nothing_told(tmp_path: Path) -> None:
     file = arms(tmp_path, "lrs = [1e-4]\n[arms.a]\n")
-    found = compare(file, BUDGET, [0], tmp_path / "out", lambda jobs: [])
+    found = race_arms(file, BUDGET, [0], tmp_path / "out", lambda jobs: [])
     with pytest.raises(ValueError, match="no run has come"):
-        answer(found, "1e12 flops", 0.75)
+        build_race_answer(found, "1e12 flops", 0.75)

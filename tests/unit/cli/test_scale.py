@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from small_ledger import a_step, killed_and_resumed, start
 
 from ostinato.apps.scaling.curve import Sigmoid
-from ostinato.apps.scaling.reading import amount
+from ostinato.apps.scaling.reading import parse_amount
 from ostinato.apps.scaling.series import Series, simulate_series
 from ostinato.run import RunFolder
 
@@ -208,7 +208,7 @@ def test_what_belongs_to_a_csv_is_refused_for_a_run(
 @given(st.floats(1e-6, 1e24), st.sampled_from(["", "k", "M", "G", "T", "P", "E"]))
 def test_amounts(value: float, letter: str) -> None:
     factor = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}[letter]
-    assert amount(f"{value!r}{letter}", "--at") == factor * value
+    assert parse_amount(f"{value!r}{letter}", "--at") == factor * value
 
 
 # ---- ``ostinato scale`` on curves that carry little: strict JSON, and nothing that looks like a forecast

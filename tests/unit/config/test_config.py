@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ostinato.algo.algorithms import Algorithm, algorithm
-from ostinato.apps.scaling.arms.jobs import plan
+from ostinato.apps.scaling.arms.jobs import plan_jobs
 from ostinato.config import Recipe, dump_toml, find_recipe, override
 from ostinato.config.fields import comments_of
 from ostinato.config.reference import algorithm_keys, reference
@@ -38,7 +38,7 @@ def test_packaged_recipes_load(repository: Path) -> None:
 
 
 def test_the_arms_on_mismatch_are_recipes(repository: Path, tmp_path: Path) -> None:
-    jobs = plan(repository / "recipes/arms/collapse.toml", (), seeds=[10], out=tmp_path)
+    jobs = plan_jobs(repository / "recipes/arms/collapse.toml", (), seeds=[10], out=tmp_path)
     rules = {job.arm: algorithm(job.recipe.algo.name, **job.recipe.algo.overrides) for job in jobs}
     assert {arm for arm, one in rules.items() if not one.is_decoupled} == {"the recipe", "bypass"}
 

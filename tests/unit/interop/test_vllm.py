@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ostinato.apps.interop.vllm_drafter import (
-    PATIENCE,
+    MAX_MISSED,
     HistoryProposer,
     PassTimes,
     RowDrafter,
@@ -202,7 +202,7 @@ def test_what_ended_is_learnt_once_and_whole_when_it_has_been_gone_for_a_while()
     engine.add([0], 100)  # keeps the engine running
     for prompt in ([1, 2], [1, 2], [2]):
         engine.add(prompt, 6)
-    for _ in range(6 + PATIENCE):
+    for _ in range(6 + MAX_MISSED):
         engine.step(rows.propose)
         assert not learnt
     engine.step(rows.propose)
@@ -278,7 +278,7 @@ def test_the_time_of_a_pass_is_learnt(seed: int, empty: float, token: float, che
         drafted = rng.choice([0, rng.randrange(1, 65)])
         seconds = empty + token * (rows + drafted) + check * (drafted > 0)
         times.observe(rows + drafted, drafted, seconds * rng.uniform(0.99, 1.01))
-    table = times.table(16, 64)
+    table = times.predict_seconds(16, 64)
     truth = empty + token * (16 + np.arange(65)) + check * (np.arange(65) > 0)
     assert np.all(np.diff(table) >= 0)
     np.testing.assert_allclose(table, truth, rtol=0.1)
@@ -289,10 +289,10 @@ def test_a_stall_is_no_cost_and_a_change_is_followed() -> None:
     for _ in range(50):
         times.observe(8, 0, 0.01)
     times.observe(8, 0, 60.0)  # no request for a minute
-    assert times.table(8, 0)[0] < 0.011
+    assert times.predict_seconds(8, 0)[0] < 0.011
     for _ in range(200):
         times.observe(8, 0, 0.03)
-    assert times.table(8, 0)[0] == pytest.approx(0.03, rel=0.2)
+    assert times.predict_seconds(8, 0)[0] == pytest.approx(0.03, rel=0.2)
 
 
 def test_a_slow_first_pass_does_not_make_drafts_dear_for_good() -> None:
@@ -301,14 +301,14 @@ def test_a_slow_first_pass_does_not_make_drafts_dear_for_good() -> None:
     times.observe(8, 0, 5.0)
     for _ in range(100):
         times.observe(8, 0, 0.01)
-    table = times.table(8, 8)
+    table = times.predict_seconds(8, 8)
     assert table[0] == pytest.approx(0.01, rel=0.2)
     assert table[8] < 1.3 * table[0]
 
 
 def test_before_the_first_pass_a_draft_token_is_cheap() -> None:
     """Nothing can be learnt about drafts without drafting."""
-    table = PassTimes().table(4, 64)
+    table = PassTimes().predict_seconds(4, 64)
     assert table[64] < 2 * table[0]
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from worlds import tiny_decoder
 
-from ostinato.apps.interop.vllm_worker import Worker, digest
+from ostinato.apps.interop.vllm_worker import Worker, hash_adapter
 from ostinato.cli.doctor import arithmetic
 from ostinato.config import DraftSection, Recipe
 from ostinato.engine import threads
@@ -203,10 +203,10 @@ def test_the_worker_replaces_the_one_adapter_and_tells_what_it_read(
     (tmp_path / "adapter_config.json").write_text("{}")
     (tmp_path / "adapter_model.safetensors").write_bytes(b"tensors")
     worker = Loaded(7)
-    assert worker.ostinato_publish(str(tmp_path)) == digest(tmp_path)
+    assert worker.ostinato_publish(str(tmp_path)) == hash_adapter(tmp_path)
     assert worker.requested[0].fields["lora_int_id"] == 7 and worker.requested[0].fields["load_inplace"]
     (tmp_path / "adapter_config.json").write_text('{"r": 8}')
-    assert worker.ostinato_publish(str(tmp_path)) == digest(tmp_path)
+    assert worker.ostinato_publish(str(tmp_path)) == hash_adapter(tmp_path)
     for wrong in (Loaded(), Loaded(1, 2)):
         with pytest.raises(ValueError, match="only one can be replaced"):
             wrong.ostinato_publish(str(tmp_path))

@@ -14,7 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ostinato.apps.scaling.curve import Sigmoid
-from ostinato.apps.scaling.forecast import find_objection, look, metrics, new_forecaster, outlook
+from ostinato.apps.scaling.forecast import (
+    compute_row,
+    find_objection,
+    forecast_series,
+    list_metrics,
+    new_forecaster,
+)
 from ostinato.apps.scaling.posterior import interval, posterior
 from ostinato.apps.scaling.series import Series, series, simulate_series
 from ostinato.config import ForecastSection, Recipe
@@ -38,7 +44,7 @@ def fallen() -> Series:
 
 def test_an_identified_curve_is_told_whole() -> None:
     run = run_of(20_000)
-    row = outlook(run, 40_000, ForecastSection(min_gain=0.02))
+    row = forecast_series(run, 40_000, ForecastSection(min_gain=0.02))
     assert (row["gate"], row["verdict"], row["n"], row["compute"]) == ("identified", "stop", 25, 20_000)
     found = interval(posterior(run).A)
     assert row["A"] == [found.low, found.median, found.high]
@@ -49,9 +55,9 @@ def test_an_identified_curve_is_told_whole() -> None:
         f"A {found.median:.3f} [{found.low:.3f}, {found.high:.3f}], at 40,000 flops of the recipe"
     )
     assert row["sentence"].endswith("; not worth the rest")
-    assert metrics(row)["forecast/identified"] == 1.0
-    assert metrics(row)["forecast/A_q50"] == found.median
-    assert set(metrics(row)) == {f"forecast/{name}" for name in (*("A_q05", "A_q50", "A_q95"),)} | {
+    assert list_metrics(row)["forecast/identified"] == 1.0
+    assert list_metrics(row)["forecast/A_q50"] == found.median
+    assert set(list_metrics(row)) == {f"forecast/{name}" for name in (*("A_q05", "A_q50", "A_q95"),)} | {
         "forecast/at_budget_q50",
         "forecast/gain_q50",
         "forecast/identified",
@@ -64,7 +70,7 @@ def test_a_law_that_fits_better_is_heard() -> None:
     better."""
     C = np.linspace(800, 20_000, 25)
     noise = 0.002 * np.random.default_rng(0).standard_normal(25)
-    row = outlook(series("log", C, 0.3 + 0.08 * np.log(C / 300) + noise, R0=0.3), 80_000, TERMS)
+    row = forecast_series(series("log", C, 0.3 + 0.08 * np.log(C / 300) + noise, R0=0.3), 80_000, TERMS)
     assert "has predicted this run better" in row["reasons"][-1]
     assert row["sentence"].endswith(f"; {row['reasons'][-1].removesuffix('.')}")
     assert row["verdict"] != "stop"
@@ -113,14 +119,14 @@ def numbers(value: Any) -> list[float]:
 )
 def test_what_a_curve_does_not_carry_is_not_told(run: Series, words: str) -> None:
     """No median anywhere, and of a curve that refutes the model no interval; whatever was requested."""
-    row = json.loads(to_json(outlook(run, 1e5, ForecastSection(stop=True, min_gain=1.0))))
+    row = json.loads(to_json(forecast_series(run, 1e5, ForecastSection(stop=True, min_gain=1.0))))
     assert (row["gate"], row["verdict"]) == ("not identified", "no forecast")
     assert words in row["sentence"]
     for name in ("A", "B", "C_mid", "at_budget", "gain"):
         assert row[name] is None or row[name][1] is None
     assert row["curve"] is None or set(row["curve"]) == {"compute", "q05", "q95"}
-    assert {"forecast/A_q50", "forecast/gain_q50", "forecast/at_budget_q50"}.isdisjoint(metrics(row))
-    assert metrics(row)["forecast/identified"] == 0.0
+    assert {"forecast/A_q50", "forecast/gain_q50", "forecast/at_budget_q50"}.isdisjoint(list_metrics(row))
+    assert list_metrics(row)["forecast/identified"] == 0.0
     if "fallen" in words or "evaluations" in words:
         known = {name: row[name] for name in ("compute", "score", "R0", "n", "budget")}
         assert sorted(numbers(row)) == sorted(numbers(known))
@@ -131,7 +137,7 @@ def test_what_a_curve_does_not_carry_is_not_told(run: Series, words: str) -> Non
 @settings(max_examples=20, deadline=None)
 def test_every_row_is_json_with_ordered_quantiles(reach: float, n: int, seed: int, times: float) -> None:
     run = run_of(reach * SCALERL.C_mid, n=n, seed=seed)
-    row = json.loads(to_json(outlook(run, times * float(run.compute[-1]), TERMS)))
+    row = json.loads(to_json(forecast_series(run, times * float(run.compute[-1]), TERMS)))
     for name in ("A", "B", "C_mid", "at_budget", "gain"):
         reported = [value for value in row[name] or () if value is not None]
         assert reported == sorted(reported)
@@ -189,16 +195,18 @@ def test_budgets_and_axes(tmp_path: Path) -> None:
     """Given, or that of trainer.steps at the mean cost so far; counted in what the recipe says."""
     recipe = recipe_of()
     run = a_run(tmp_path / "run", recipe, 1500)
-    row = look(recipe, run, 1500)
+    row = compute_row(recipe, run, 1500)
     assert (row["axis"], row["compute"], row["budget"]) == ("flops", 1.5e12, pytest.approx(4e12))
     assert row["gate"] == "identified" and row["A"][0] < 0.61 < row["A"][2]
     assert row["counted"] == "flops of the recipe" and " 4e12 flops of the recipe " in row["sentence"]
-    assert look(recipe, run, 1600)["budget"] == row["budget"]  # the mean is of the steps that were scored
-    given = look(recipe_of(budget=2e12), run, 1500)
+    assert (
+        compute_row(recipe, run, 1600)["budget"] == row["budget"]
+    )  # the mean is of the steps that were scored
+    given = compute_row(recipe_of(budget=2e12), run, 1500)
     assert given["budget"] == 2e12 and given["A"] == row["A"]
     hours = {"hours": 1500 / 3600, "device-hours": 3000 / 3600, "money": 4 * 3000 / 3600}
     for axis, compute in {"tokens": 15_000, "steps": 1500, **hours}.items():
-        found = look(recipe_of(axis=axis), run, 1500)
+        found = compute_row(recipe_of(axis=axis), run, 1500)
         assert (found["axis"], found["compute"]) == (axis, pytest.approx(compute))
         assert found["A"] == pytest.approx(row["A"], abs=1e-9)  # only C_mid knows the unit
         words = f"{axis} of steps alone" if axis in hours else axis  # not those that the ledger has
@@ -220,7 +228,7 @@ def test_devices_that_change_leave_what_was_spent_before(tmp_path: Path, devices
             score = float(SCALERL.score(5000 * spent))
             run.eval.append(eval_row(step, score, spent=spent_in_steps(step, totals)))
             assert totals["total/money/USD"] == pytest.approx(2 * spent)
-    row = look(recipe, run, 2000)
+    row = compute_row(recipe, run, 2000)
     assert (row["gate"], row["n"], row["compute"]) == ("identified", 20, pytest.approx(9000 / 3600))
     assert row["A"][0] < SCALERL.A < row["A"][2] and row["C_mid"][1] == pytest.approx(2542 / 5000, rel=0.05)
 
@@ -236,7 +244,7 @@ def test_a_score_that_is_missing_is_told_and_ends_nothing(
     should_stop = new_forecaster(recipe, run, [heard])
     assert should_stop is not None and should_stop(1600) is False
     (row,) = run.forecast.rows()
-    whole = look(recipe, a_run(tmp_path / "whole", recipe, 1500), 1500)
+    whole = compute_row(recipe, a_run(tmp_path / "whole", recipe, 1500), 1500)
     reported = "1 evaluation without a score left out"
     assert row["reasons"] == [*whole["reasons"], reported] and row["A"] == whole["A"]
     assert caplog.messages == [f"step 1600: forecast: {whole['sentence']}; {reported}"]
@@ -272,7 +280,7 @@ def test_at_the_last_step_the_budget_is_what_is_spent(steps: int, flops: float) 
         for step in dict.fromkeys((0, steps)):
             used = {"flops": flops if step else 0.0, "steps": float(step)}
             run.eval.append(eval_row(step, 0.5, spent=used))
-        row = look(Recipe.parse({"trainer": {"steps": steps}}), run, steps)
+        row = compute_row(Recipe.parse({"trainer": {"steps": steps}}), run, steps)
     assert row["compute"] == row["budget"] == flops
 
 
@@ -321,5 +329,5 @@ def test_a_plateau_early_in_the_run_does_not_end_it(tmp_path: Path, caplog: pyte
 def test_a_score_that_does_not_say_what_had_been_spent_is_named(tmp_path: Path) -> None:
     run = a_run(tmp_path / "run", recipe_of(), 0)
     run.eval.append({name: value for name, value in eval_row(100, 0.5).items() if name != "spent"})
-    row = look(recipe_of(), run, 100)
+    row = compute_row(recipe_of(), run, 100)
     assert row["sentence"] == "none yet: the score at step 100 does not say what had been spent in flops"

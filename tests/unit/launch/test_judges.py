@@ -19,8 +19,8 @@ from product_rows import event, exchange
 
 from ostinato.apps.product.events import Kind
 from ostinato.apps.product.judge import Cache, Chat, Judge, Reply, Spec
-from ostinato.apps.product.judge_runs import figures, preferences, write_data
-from ostinato.apps.product.judges import pin_judges, sources, write_spec
+from ostinato.apps.product.judge_runs import compute_figures, read_preferences, write_data
+from ostinato.apps.product.judges import open_sources, pin_judges, write_spec
 from ostinato.apps.product.judging import BothOrders, both_right
 from ostinato.apps.product.panel import Bench, Panel
 from ostinato.apps.product.store import open_store
@@ -78,7 +78,7 @@ answers_of = st.lists(st.text("xy", min_size=1, max_size=6), min_size=2, max_siz
 def test_a_judge_of_positions_gives_no_reward_and_is_never_right(answers: list[str]) -> None:
     verdicts = asyncio.run(panel(judge(first)).score(PROMPT, answers))
     assert [(value, fault) for value, fault, _ in verdicts] == [(None, "inconsistent")] * len(answers)
-    row = figures(asyncio.run(judge(first).compare_each([(CHAT, answers[0], answers[1])])))
+    row = compute_figures(asyncio.run(judge(first).compare_each([(CHAT, answers[0], answers[1])])))
     assert row["accuracy"]["value"] == row["consistency"]["value"] == 0
     assert row["accuracy_ab"]["value"] == row["first"] == 1
 
@@ -192,26 +192,26 @@ def folder(tmp_path: Path, decoder: Decoder) -> Path:
 
 
 def test_a_revision_is_of_the_adapter_and_of_what_decides(folder: Path, tmp_path: Path) -> None:
-    (found,) = sources(str(folder))
+    (found,) = open_sources(str(folder))
     assert found.adapter == folder and found.spec.template == "{prompt} {a} {b}"
     (folder / "judge.json").write_text(
         json.dumps({"model": "asset:seed-moe", "template": "{prompt} {a} {b}", "calibration": 2.0})
     )
-    assert sources(str(folder))[0].revision == found.revision
+    assert open_sources(str(folder))[0].revision == found.revision
     moved = folder.rename(tmp_path / "moved")
-    assert sources(f"{moved}@{found.revision}")[0].revision == found.revision
+    assert open_sources(f"{moved}@{found.revision}")[0].revision == found.revision
     with pytest.raises(ValueError, match=f"is at revision {found.revision}, and 0123 is named"):
-        sources(f"{moved}@0123")
+        open_sources(f"{moved}@0123")
     for wrong, match in (("template", "the template has fields"), ("form", "a judge compares two answers")):
         (moved / "judge.json").write_text(json.dumps({"model": "asset:seed-moe", wrong: "{a}"}))
         with pytest.raises(ValueError, match=match):
-            sources(str(moved))
+            open_sources(str(moved))
 
 
 def test_a_whole_model_with_a_description_is_a_judge(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes((model_folder("asset:seed-moe") / "config.json").read_bytes())
     write_spec(Spec(model="another", template="{prompt} {a} {b}"), tmp_path)
-    (found,) = sources(str(tmp_path))
+    (found,) = open_sources(str(tmp_path))
     assert found.adapter is None and found.spec == Spec(model=str(tmp_path), template="{prompt} {a} {b}")
 
 
@@ -230,7 +230,7 @@ def test_judges_share_the_base_and_not_their_adapters(folder: Path, decoder: Dec
     base = model_folder("asset:seed-moe")
     bench = Bench(recipe=recipe(), counters=Counter(), folder=base, decoder=decoder)
     names = (str(folder), "asset:seed-moe")
-    found = [bench.judge(source) for name in names for source in sources(name)]
+    found = [bench.judge(source) for name in names for source in open_sources(name)]
     ((timed, _),) = bench.engines.values()
     assert timed.engine.decoder is decoder and len(timed.engine.policies.numbers) == 2
     verdicts = [asyncio.run(one.compare(CHAT, [("x", "y")])) for one in found]
@@ -239,7 +239,7 @@ def test_judges_share_the_base_and_not_their_adapters(folder: Path, decoder: Dec
     assert all(reply.fault == "" for (one,) in verdicts for reply in one.replies)
     full = recipe('adapter.kind="full"', 'adapter.path=""')
     apart = Bench(recipe=full, counters=Counter(), folder=base, decoder=decoder)
-    apart.judge(sources("asset:seed-moe")[0])
+    apart.judge(open_sources("asset:seed-moe")[0])
     assert next(iter(apart.engines.values()))[0].engine.decoder is not decoder
 
 
@@ -260,8 +260,8 @@ def pairs() -> Iterator[str]:
 def test_data_has_both_orders_and_no_question_on_both_sides(tmp_path: Path) -> None:
     file, spec = tmp_path / "pairs.jsonl", Spec(model="asset:seed-moe", template="{prompt}|{a}|{b}")
     file.write_text("".join(pairs()))
-    write_data(preferences(str(file)), spec, tmp_path / "data", 0.3)
-    write_data(preferences(str(file)), spec, tmp_path / "again", 0.3)
+    write_data(read_preferences(str(file)), spec, tmp_path / "data", 0.3)
+    write_data(read_preferences(str(file)), spec, tmp_path / "again", 0.3)
     prompts = {}
     for split in ("train", "eval"):
         for kind in ("warm", "pairs"):
@@ -281,7 +281,7 @@ def test_data_has_both_orders_and_no_question_on_both_sides(tmp_path: Path) -> N
 def test_pairs_come_out_of_a_store_and_the_last_are_held_out(tmp_path: Path) -> None:
     file = str(tmp_path / "feedback.db")
     with pytest.raises(ValueError, match="there is no store"):
-        preferences(file)
+        read_preferences(file)
     with open_store(file) as store:
         for k in range(20):
             chat = ({"role": "user", "content": f"q{k}"},)
@@ -289,7 +289,7 @@ def test_pairs_come_out_of_a_store_and_the_last_are_held_out(tmp_path: Path) -> 
             of = {"user": f"u{k}", "consent": k != 3}
             edit = event(Kind.EDIT, f"r{k}", 1001.0 + k, after="one two four", **of)
             store.write([edit], [answer])
-    found = preferences(file, holdout=0.2)
+    found = read_preferences(file, holdout=0.2)
     assert {(one.chosen, one.rejected) for one in found} == {("one two four", "one two three")}
     prompts = {one.chat[0]["content"]: one.split for one in found}
     late = [name for name, side in prompts.items() if side == "eval"]
@@ -309,11 +309,11 @@ def test_the_pairs_of_a_single_user_are_parted_by_time(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"20 events on 20 answers in .* show no pair.* a thumb alone is none$"
     ):
-        preferences(file, holdout=0.2)
+        read_preferences(file, holdout=0.2)
     with open_store(file) as store:
         for k in range(20):
             store.write([event(Kind.EDIT, f"r{k}", 1002.0 + k, after="one two four", user="me")], [])
-    sides = [one.split for one in preferences(file, holdout=0.2)]
+    sides = [one.split for one in read_preferences(file, holdout=0.2)]
     assert sorted(sides) == ["eval"] * 4 + ["train"] * 16
 
 
@@ -329,7 +329,7 @@ def test_the_pairs_of_a_single_user_are_parted_by_time(tmp_path: Path) -> None:
 def test_rows_that_are_no_pairs_are_refused(tmp_path: Path, row: dict[str, object], match: str) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     with pytest.raises(ValueError, match=match):
-        preferences(str(tmp_path / "rows.jsonl"))
+        read_preferences(str(tmp_path / "rows.jsonl"))
 
 
 def test_the_reward_needs_both_orders_and_weighs_critiques() -> None:

@@ -15,11 +15,11 @@ from ostinato.apps.product.judging import Choice
 from ostinato.apps.product.loop import Finding, Position, Stage, Verdict, advance
 from ostinato.apps.product.rewards import read_table
 from ostinato.apps.product.runs import judge
-from ostinato.apps.product.runs.judge import freeze_window, labels
-from ostinato.apps.product.runs.loop import ProductLoop, Work, digest
+from ostinato.apps.product.runs.judge import choose_labels, freeze_window
+from ostinato.apps.product.runs.loop import ProductLoop, Work, hash_folder
 from ostinato.apps.product.runs.settings import CollectSettings, ProductSettings, read_settings
 from ostinato.apps.product.runs.watch import MARKED, Probe, Watch
-from ostinato.apps.product.runs.window import add_exemplars, collect_pairs, freeze, read_bank, read_part
+from ostinato.apps.product.runs.window import add_exemplars, collect_pairs, read_bank, read_part, write_window
 from ostinato.apps.product.store import Store, open_store
 from ostinato.launch import NothingToLearn, RunFailed
 from ostinato.run import to_json
@@ -100,10 +100,10 @@ def test_the_gates_of_a_judge_may_go_by_gold_instead_of_clicks(tmp_path: Path) -
     texts = [("a good answer, in many words", "short"), ("short", "a long one"), ("what?", "a"), ("aa", "bb")]
     chat = [{"role": "user", "content": "question"}]
     rows = [{"messages": chat, "chosen": one, "rejected": other} for one, other in texts]
-    assert labels(rows, "") == [Choice.A] * 4
-    assert labels(rows, f"{tmp_path}/gold.py:short") == [Choice.B, Choice.A, Choice.A, Choice.A]
+    assert choose_labels(rows, "") == [Choice.A] * 4
+    assert choose_labels(rows, f"{tmp_path}/gold.py:short") == [Choice.B, Choice.A, Choice.A, Choice.A]
     with pytest.raises(RunFailed, match=r"cannot score a pair of the window \(TypeError: .*judge.by_gold"):
-        labels(rows, f"{tmp_path}/gold.py:of_rows")
+        choose_labels(rows, f"{tmp_path}/gold.py:of_rows")
 
 
 # ---- windows
@@ -113,15 +113,15 @@ def test_a_window_is_written_once_and_has_what_came_before_its_end(tmp_path: Pat
     table = read_table(TABLE)
     fill(store, range(40))
     folder, until = tmp_path / "window", 1e9 + 39
-    freeze(folder, store, table, CollectSettings(), 0.0, until)
+    write_window(folder, store, table, CollectSettings(), 0.0, until)
     rows = [one for part in ("train", "validation", "test") for one in read_part(folder, part)]
     assert len(rows) == 38  # the accepts up to the end
     assert {one["chosen"] for one in rows} == {f"answer {n}a" for n in range(38)}
     assert all(one["ts"] < until for one in rows)
-    before = digest(folder)
+    before = hash_folder(folder)
     fill(store, range(40, 60))
-    assert freeze(folder, store, table, CollectSettings(), 0.0, 2e9)["until"] == until
-    assert digest(folder) == before
+    assert write_window(folder, store, table, CollectSettings(), 0.0, 2e9)["until"] == until
+    assert hash_folder(folder) == before
     later, _ = collect_pairs(store, table, until, 2e9, store.watermark())
     assert {one.chosen for one in later} == {f"answer {n}a" for n in range(38, 60)}
 
@@ -244,10 +244,10 @@ def test_a_judge_that_rl_cannot_teach_is_its_warm_start_or_none(
     settings = read_settings(tmp_path / "product.toml", f"judge.warm={str(warm).lower()}")
     folder = tmp_path / "product"
     folder.mkdir()
-    loop = new_loop(settings, folder, Once(store, 0), WORK | {Stage.JUDGE: judge.train})
+    loop = new_loop(settings, folder, Once(store, 0), WORK | {Stage.JUDGE: judge.train_judge})
     at = Position(round=1, stage=Stage.JUDGE)
-    freeze(loop.round_folder(at) / "window", store, loop.table, CollectSettings(), 0.0, 2e9)
-    found = judge.train(loop, at)
+    write_window(loop.round_folder(at) / "window", store, loop.table, CollectSettings(), 0.0, 2e9)
+    found = judge.train_judge(loop, at)
     assert "10 steps in a row" in found.reasons[0]
     assert (found.verdict is Verdict.PASSED) == bool(found.revision) == warm
     if not warm:
@@ -256,7 +256,7 @@ def test_a_judge_that_rl_cannot_teach_is_its_warm_start_or_none(
     monkeypatch.setattr(judge, "supervise", lambda *_: (tmp_path / "warmed", 1, "terminated"))
     # SIGTERM while a judge was trained: the loop went on, with half a judge as its candidate
     with pytest.raises(RunFailed, match="warmed ended as terminated; ostinato product run goes on with it"):
-        judge.train(loop, at)
+        judge.train_judge(loop, at)
 
 
 def test_what_is_served_follows_the_journal_and_a_roll_back_is_the_same_bytes(
@@ -276,7 +276,7 @@ def test_what_is_served_follows_the_journal_and_a_roll_back_is_the_same_bytes(
     assert adapter is not None
     before = (folder / "serving.json").read_text()
     loop.run(2)
-    assert loop.at.policy == first and digest(adapter) == first
+    assert loop.at.policy == first and hash_folder(adapter) == first
     assert '"canary"' in served[1] and first in served[1]
     assert (folder / "serving.json").read_text() == before.replace('"round": 1', '"round": 2')
     (adapter / "adapter").write_text("other bytes")

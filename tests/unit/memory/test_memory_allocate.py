@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ostinato.apps.memory.keep import COMPRESSIBILITY, allocate, utility
+from ostinato.apps.memory.keep import COMPRESSIBILITY, allocate, compute_utility
 
 blocks = st.lists(
     st.tuples(st.floats(0.01, 10), st.integers(1, 40), st.sets(st.integers(1, 40), max_size=4)),
@@ -43,7 +43,7 @@ def water_filling(scores: list[float], wholes: list[int], room: float) -> np.nda
 
 
 def worth(scores: list[float], wholes: list[int], tokens: list[int]) -> float:
-    return float(sum(utility(s, n, b) for s, n, b in zip(scores, wholes, tokens, strict=True)))
+    return float(sum(compute_utility(s, n, b) for s, n, b in zip(scores, wholes, tokens, strict=True)))
 
 
 @given(blocks, st.integers(0, 120))
@@ -79,8 +79,8 @@ def test_more_importance_never_means_fewer_tokens(found, room: int, which: int, 
     before = options[which][allocate(scores, wholes, options, room)[which]]
     scores[which] *= factor
     after = options[which][allocate(scores, wholes, options, room)[which]]
-    gain = float(utility(scores[which], wholes[which], before)) - float(
-        utility(scores[which], wholes[which], after)
+    gain = float(compute_utility(scores[which], wholes[which], before)) - float(
+        compute_utility(scores[which], wholes[which], after)
     )
     assert after >= before or gain < 1e-9  # beyond the length of the whole a token is worth next to nothing
 

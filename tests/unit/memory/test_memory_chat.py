@@ -16,7 +16,15 @@ from hypothesis import strategies as st
 from nouns import completion
 
 from ostinato.apps.memory.blocks import Kept, MemoryState
-from ostinato.apps.memory.chat import NOTE, Chat, Message, ShorteningRenderer, chat_sizes, form, text_of
+from ostinato.apps.memory.chat import (
+    NOTE,
+    Chat,
+    Message,
+    ShorteningRenderer,
+    chat_sizes,
+    extract_text,
+    format_state,
+)
 from ostinato.apps.memory.keep import Memory
 from ostinato.apps.memory.refill import ByModel
 from ostinato.apps.memory.sessions import Sessions
@@ -27,7 +35,7 @@ BUDGET = 500
 
 
 def measure(messages: Sequence[Message]) -> int:
-    return 10 + sum(8 + len(text_of(message)) for message in messages)
+    return 10 + sum(8 + len(extract_text(message)) for message in messages)
 
 
 def new_chat(budget: int = BUDGET, **options: Any) -> Chat:
@@ -129,13 +137,13 @@ def test_a_session_outlives_its_store_and_originals_are_byte_for_byte(tmp_path: 
     )
     chat = Chat(memory=memory, budget=BUDGET, measure=measure)
     chat.shorten(messages[:60])
-    store.save("ann", chat.seen, chat.state)
+    store.save("ann", chat.digest, chat.state)
     store.close()
 
     again = Sessions(file)
     found = again.load("ann")
-    assert found == (chat.state, chat.seen) and again.load("bob") is None
-    assert again.best_match(["", chat.seen]) == "ann" and again.best_match(["x"]) == ""
+    assert found == (chat.state, chat.digest) and again.load("bob") is None
+    assert again.find_best_match(["", chat.digest]) == "ann" and again.find_best_match(["x"]) == ""
     gone = again.list_gone("ann", chat.state)
     assert gone and {one.id for one in gone} | {one.id for one in chat.state.blocks} == set(
         range(chat.state.next_id)
@@ -145,7 +153,7 @@ def test_a_session_outlives_its_store_and_originals_are_byte_for_byte(tmp_path: 
         "".join(again.get(one.source) for one in sorted(turn, key=lambda one: one.id))
         == messages[3]["content"]
     )
-    assert (block := again.block("ann", gone[0].id)) and block.source == gone[0].source
+    assert (block := again.load_block("ann", gone[0].id)) and block.source == gone[0].source
     with pytest.raises(KeyError):
         again.get("nothing")
     (tmp_path / "text").write_text("no database at all, " * 100)
@@ -230,4 +238,6 @@ def test_a_model_that_fails_leaves_gaps_to_extracts() -> None:
 
 def test_the_form_of_a_state_without_blocks_is_the_newest_message_alone() -> None:
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    assert form(MemoryState(turns=2, next_id=2), messages, 0) == [{"role": "assistant", "content": ""}]
+    assert format_state(MemoryState(turns=2, next_id=2), messages, 0) == [
+        {"role": "assistant", "content": ""}
+    ]

@@ -7,10 +7,10 @@ from datetime import date
 import pytest
 
 from ostinato.apps.memory.blocks import Kept, MemoryState, Turn
-from ostinato.apps.memory.facts import absolute, dates, find_unsupported, names, numbers
-from ostinato.apps.memory.importance import lexical
+from ostinato.apps.memory.facts import find_dates, find_names, find_numbers, find_unsupported, resolve_dates
+from ostinato.apps.memory.importance import score_blocks
 from ostinato.apps.memory.keep import Memory, Sizes
-from ostinato.apps.memory.refill import clean_answer, extract, messages, terse
+from ostinato.apps.memory.refill import build_messages, clean_answer, drop_fillers, make_extract
 
 
 @pytest.mark.parametrize(
@@ -25,17 +25,17 @@ from ostinato.apps.memory.refill import clean_answer, extract, messages, terse
     ],
 )
 def test_numbers_have_one_way_of_writing(text: str, found: set[str]) -> None:
-    assert numbers(text) == found
+    assert find_numbers(text) == found
 
 
 def test_dates_are_by_the_calendar() -> None:
-    assert dates("7 May 2023, May 7th, 2023 and 2023-05-07") == {(2023, 5, 7), (2023, 5, 0)}
-    assert dates("in May 2023, on the 3rd of June, on Sept. 4") == {(2023, 5, 0), (0, 6, 3), (0, 9, 4)}
-    assert dates("I may go, version 2023-99-1") == set()
+    assert find_dates("7 May 2023, May 7th, 2023 and 2023-05-07") == {(2023, 5, 7), (2023, 5, 0)}
+    assert find_dates("in May 2023, on the 3rd of June, on Sept. 4") == {(2023, 5, 0), (0, 6, 3), (0, 9, 4)}
+    assert find_dates("I may go, version 2023-99-1") == set()
 
 
 def test_names_are_words_with_capitals_that_begin_no_ordinary_sentence() -> None:
-    assert names("The dog Rex met Ann's friend. He was from Oslo, I think.") == {"rex", "ann", "oslo"}
+    assert find_names("The dog Rex met Ann's friend. He was from Oslo, I think.") == {"rex", "ann", "oslo"}
 
 
 @pytest.mark.parametrize(
@@ -74,26 +74,26 @@ def test_what_an_original_does_not_support(refill: str, original: str, found: li
     ],
 )
 def test_relative_dates_become_absolute(text: str, written: str) -> None:
-    assert absolute(text, date(2023, 5, 8)) == written
-    assert absolute(text, None) == text
+    assert resolve_dates(text, date(2023, 5, 8)) == written
+    assert resolve_dates(text, None) == text
 
 
 def test_turns_of_a_year_and_the_ends_of_the_calendar() -> None:
-    assert absolute("last month, next month", date(2023, 1, 1)) == "December 2022, February 2023"
-    assert absolute("next month", date(2023, 12, 31)) == "January 2024"
-    assert absolute("yesterday", date(1, 1, 1)) == "yesterday"
+    assert resolve_dates("last month, next month", date(2023, 1, 1)) == "December 2022, February 2023"
+    assert resolve_dates("next month", date(2023, 12, 31)) == "January 2024"
+    assert resolve_dates("yesterday", date(1, 1, 1)) == "yesterday"
 
 
 def test_extracts_take_facts_first_and_keep_what_denies() -> None:
     text = "Oh wow, that is so nice to hear from you. I will not move to Oslo before 2025. How are things?"
-    assert extract(text, lambda text: len(text) <= 45) == "I will not move to Oslo before 2025."
-    assert extract(text, lambda text: len(text) <= 14) == "not move Oslo"
-    assert extract(text, lambda text: False) == "" and extract("", lambda text: True) == ""
-    assert terse("I have the 7 of them and that is so nice") == "I the 7 of them and nice"
+    assert make_extract(text, lambda text: len(text) <= 45) == "I will not move to Oslo before 2025."
+    assert make_extract(text, lambda text: len(text) <= 14) == "not move Oslo"
+    assert make_extract(text, lambda text: False) == "" and make_extract("", lambda text: True) == ""
+    assert drop_fillers("I have the 7 of them and that is so nice") == "I the 7 of them and nice"
 
 
 def test_a_request_to_a_model_has_the_original_and_its_answer_is_cleaned() -> None:
-    chat = messages("before", "ORIGINAL", "", 20)
+    chat = build_messages("before", "ORIGINAL", "", 20)
     assert "ORIGINAL" in chat[1]["content"] and "14 words" in chat[1]["content"]
     assert "After it" not in chat[1]["content"]
     assert clean_answer('<think>hm</think>\n---\n"Ann is 7."') == "Ann is 7."
@@ -109,5 +109,5 @@ def test_importance_puts_facts_before_small_talk() -> None:
     ]
     for text in texts * 3:
         state = keeper.append(state, Turn(speaker="user", text=text))
-    scores = lexical(state, state.blocks[:3])
+    scores = score_blocks(state, state.blocks[:3])
     assert scores[1] > max(scores[0], scores[2]) and min(scores) > 0

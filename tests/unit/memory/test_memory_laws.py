@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ostinato.apps.memory.blocks import LEVELS, Kept, MemoryState, Turn, line
-from ostinato.apps.memory.keep import Candidate, Gap, Memory, Sizes, split
-from ostinato.apps.memory.refill import Refiller, extract
+from ostinato.apps.memory.blocks import LEVELS, Kept, MemoryState, Turn, format_line
+from ostinato.apps.memory.keep import Candidate, Gap, Memory, Sizes, split_text
+from ostinato.apps.memory.refill import Refiller, make_extract
 
 COUNTS: dict[str, Callable[[str], int]] = {
     "characters": len,
@@ -27,7 +27,7 @@ PEOPLE, THINGS = ("Ann", "Bob", "Cleo", "Dan"), ("bike", "violin", "tent", "lamp
 
 
 def extracts(left: str, original: str, right: str, budget: int) -> str:
-    return extract(original, lambda text: len(text) <= budget)
+    return make_extract(original, lambda text: len(text) <= budget)
 
 
 def memory(count: Callable[[str], int] = len, refiller: Refiller | None = None, **options) -> Memory:
@@ -84,7 +84,7 @@ def test_the_budget_holds_after_every_append(history: list[Turn], count: str, wi
         state = keeper.append(state, turn)
         assert COUNTS[count](state.text) <= sizes.budget and state.tokens <= sizes.budget
         assert [one.tokens for one in state.blocks] == [COUNTS[count](one.line) for one in state.blocks]
-        window_ids = keeper.recent(state)
+        window_ids = keeper.find_recent_ids(state)
         for block in state.blocks:
             assert block.id not in window_ids or block.level == 0
             if block.level == 0:
@@ -99,8 +99,8 @@ def test_pins_and_the_recent_window_stay_verbatim(history: list[Turn], which: st
     for turn in history:
         before = state
         state = keeper.append(state, turn)
-        fresh = keeper.recent(keeper.append_blocks(before, turn))
-        assert fresh <= {one.id for one in state.blocks if one.level == 0 or before.block(one.id)}
+        fresh = keeper.find_recent_ids(keeper.append_blocks(before, turn))
+        assert fresh <= {one.id for one in state.blocks if one.level == 0 or before.find_block(one.id)}
         if state.blocks and which.draw(st.booleans()):
             target = which.draw(st.sampled_from(state.blocks))
             try:
@@ -109,7 +109,7 @@ def test_pins_and_the_recent_window_stay_verbatim(history: list[Turn], which: st
             except ValueError as error:
                 assert "pin less" in str(error)
         for id in pinned:
-            block = state.block(id)
+            block = state.find_block(id)
             assert block is not None and block.text == keeper.originals.get(block.source)
         assert len(state.text) <= 600
 
@@ -134,8 +134,8 @@ def test_blocks_are_masked_in_a_fixed_order_with_ties_by_id() -> None:
     state = MemoryState()
     for _ in range(6):
         state = keeper.append_blocks(state, Turn(speaker="user", text="the same words each time"))
-    assert [one.block.id for one in keeper.choose_candidates(state, need=10**6)] == [0, 1, 2]
-    assert keeper.recent(state) == {3, 4, 5}
+    assert [one.block.id for one in keeper.choose_candidates(state, excess_tokens=10**6)] == [0, 1, 2]
+    assert keeper.find_recent_ids(state) == {3, 4, 5}
 
 
 def test_originals_are_there_byte_for_byte() -> None:
@@ -210,9 +210,9 @@ def test_a_planted_number_name_or_date_is_rejected(fact: str, at: int, seed: int
     )
     state = keeper.append_blocks(MemoryState(), Turn(speaker="Ann", text=original, day="2021-05-03"))
     gap = keeper._make_gap(Candidate(block=state.blocks[0], score=1.0, levels=(1,), options=(90,)), 0)
-    assert not keeper.faults(gap, " ".join(words)) and keeper.faults(gap, refill)
+    assert not keeper.find_faults(gap, " ".join(words)) and keeper.find_faults(gap, refill)
     kept = keeper.apply(state, [gap], [refill]).blocks[0]
-    assert keeper.counters["memory/unsupported"] == 1 and not keeper.faults(gap, kept.text)
+    assert keeper.counters["memory/unsupported"] == 1 and not keeper.find_faults(gap, kept.text)
 
 
 @settings(deadline=None, max_examples=60)
@@ -223,7 +223,7 @@ def test_an_extract_is_always_faithful_or_dropped(text: str, day: str, budget: i
     for block in state.blocks:
         gap = keeper._make_gap(Candidate(block=block, score=1.0, levels=(1,), options=(budget,)), 0)
         for kept in keeper.apply(state, [gap], [""]).blocks:
-            assert kept.level == 0 or (not keeper.faults(gap, kept.text) and kept.tokens <= budget)
+            assert kept.level == 0 or (not keeper.find_faults(gap, kept.text) and kept.tokens <= budget)
 
 
 def test_a_date_is_made_absolute_when_a_block_is_shortened() -> None:
@@ -258,13 +258,13 @@ def test_a_block_that_is_gone_comes_back_and_others_give_way() -> None:
     first = keeper.append_blocks(state, chat(1)[0]).blocks
     for turn in chat(80):
         state = keeper.append(state, turn)
-    gone = next(block for block in first if state.block(block.id) is None)
+    gone = next(block for block in first if state.find_block(block.id) is None)
     back = keeper.restore(state, type(gone)(**asdict(gone)))
-    assert (again := back.block(gone.id)) and again.line == gone.line and len(back.text) <= SIZES.budget
+    assert (again := back.find_block(gone.id)) and again.line == gone.line and len(back.text) <= SIZES.budget
     kept = keeper.pin(back, gone.id)
     for turn in chat(80, seed=1):
         kept = keeper.append(kept, turn)
-    assert (again := kept.block(gone.id)) and again.line == gone.line
+    assert (again := kept.find_block(gone.id)) and again.line == gone.line
     assert MemoryState.from_json(kept.to_json()) == kept
     free = keeper.unpin(kept, gone.id)
     assert not any(one.pinned for one in free.blocks)
@@ -283,7 +283,7 @@ def test_a_block_that_later_turns_speak_of_is_used() -> None:
 @settings(deadline=None)
 @given(text=texts)
 def test_pieces_of_a_text_are_the_text(text: str) -> None:
-    pieces = split(text, lambda part: len(line("Ann", part)) <= 40)
+    pieces = split_text(text, lambda part: len(format_line("Ann", part)) <= 40)
     assert "".join(pieces) == text and all(len(piece) <= 34 for piece in pieces)
 
 

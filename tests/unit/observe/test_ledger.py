@@ -243,7 +243,7 @@ def test_work_that_an_exception_ends_is_lost_and_the_session_says_why(tmp_path: 
 def killed(run: RunFolder, at: float) -> None:
     """A process that began at ``at``, finished one step in the same second, and was killed later."""
     one = ledger(run, at)
-    one._start(0)
+    one._append_start(0)
     one.step(1, 0.0, {}, work())
 
 

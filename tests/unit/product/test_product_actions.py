@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ostinato.apps.product.actions import CALL_MARKS, action_of
+from ostinato.apps.product.actions import CALL_MARKS, classify_answer
 from ostinato.apps.product.events import Action
 
 ADD: dict[str, Any] = {
@@ -48,7 +48,7 @@ ADD: dict[str, Any] = {
     ],
 )
 def test_texts(text: str, action: Action) -> None:
-    assert action_of(text) is action
+    assert classify_answer(text) is action
 
 
 @pytest.mark.parametrize(
@@ -64,15 +64,17 @@ def test_texts(text: str, action: Action) -> None:
     ],
 )
 def test_calls(name: str, arguments: str, action: Action) -> None:
-    assert action_of("", [(name, arguments)], [ADD]) is action
-    assert action_of("Which one do you mean?", [("add", '{"a": 1}'), (name, arguments)], [ADD]) is action
+    assert classify_answer("", [(name, arguments)], [ADD]) is action
+    assert (
+        classify_answer("Which one do you mean?", [("add", '{"a": 1}'), (name, arguments)], [ADD]) is action
+    )
 
 
 @given(before=st.text(max_size=20), mark=st.sampled_from(CALL_MARKS), after=st.text(max_size=20))
 def test_a_call_that_cannot_be_read_is_never_an_answer(before: str, mark: str, after: str) -> None:
-    assert action_of(before + mark + after, tools=[ADD]) is Action.INVALID
+    assert classify_answer(before + mark + after, tools=[ADD]) is Action.INVALID
 
 
 @given(st.text(), st.lists(st.tuples(st.text(), st.text()), max_size=2))
 def test_every_output_has_an_action(text: str, calls: list[tuple[str, str]]) -> None:
-    assert action_of(text, calls, [ADD]) in Action
+    assert classify_answer(text, calls, [ADD]) in Action

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from ostinato.apps.product.detectors import (
     Cusum,
-    divergence,
     exchange_rate,
+    measure_divergence,
     standardise,
     watch_rate,
 )
@@ -98,7 +98,7 @@ def hacked(draw: np.random.Generator, runs: int, onset: int, n: int = 16) -> np.
     steps = np.arange(STEPS // 2)[:, None]
     proxy = 0.5 + draw.standard_normal((runs, len(steps), n))
     gold = np.where(steps < onset, 0.5, -0.5) + draw.standard_normal((runs, len(steps), n))
-    return standardise(divergence(proxy, gold, rate=1.0), scale=math.hypot(0.5, 1.0))
+    return standardise(measure_divergence(proxy, gold, rate=1.0), scale=math.hypot(0.5, 1.0))
 
 
 @pytest.mark.parametrize(("onset", "within"), [(0, 12), (100, 16), (400, 18)])
@@ -123,7 +123,7 @@ def test_the_exchange_rate_is_that_of_quiet_answers() -> None:
     proxy = 10 * gold + draw.normal(size=4000)
     assert exchange_rate(proxy, gold) == pytest.approx(0.1, rel=0.05)
     assert exchange_rate(-proxy, gold) == 0
-    assert divergence(np.array([10.0]), np.array([1.0]), 0.1) == pytest.approx([-0.5])
+    assert measure_divergence(np.array([10.0]), np.array([1.0]), 0.1) == pytest.approx([-0.5])
     with pytest.raises(ValueError, match="same for all"):
         exchange_rate(np.ones(3), gold[:3])
 

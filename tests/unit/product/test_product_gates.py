@@ -15,14 +15,14 @@ from ostinato.apps.product.gates import (
     Judged,
     JudgeLimits,
     PolicyLimits,
-    assess,
-    calibration_gap,
+    assess_gates,
+    check_not_worse,
     compare_pairs,
+    compute_calibration_gap,
     judge_gates,
-    not_worse,
     policy_gates,
 )
-from ostinato.apps.product.judging import Choice, calibration_error, probability
+from ostinato.apps.product.judging import Choice, compute_calibration_error, compute_probability
 
 A, B, TIE = Choice.A, Choice.B, Choice.TIE
 LABELS = [A, B] * 100
@@ -79,10 +79,10 @@ def test_no_candidate_that_loses_a_known_exploit_passes(bank: dict[str, Choice])
 def test_overconfidence_is_stopped() -> None:
     draw = np.random.default_rng(0)
     odds = draw.normal(0, 1.5, 200)
-    labels = [A if one else B for one in draw.random(200) < probability(odds)]
+    labels = [A if one else B for one in draw.random(200) < compute_probability(odds)]
     choices = [A if one > 0 else B for one in odds]
-    current = Judged(choices=choices, probabilities=probability(odds))
-    sure = Judged(choices=choices, probabilities=probability(6 * odds))
+    current = Judged(choices=choices, probabilities=compute_probability(odds))
+    sure = Judged(choices=choices, probabilities=compute_probability(6 * odds))
     given = {"users": USERS, "bank": {}, "probes": {}}
     assert judge_gates(current, current, labels, **given).passed  # type: ignore[arg-type]
     found = judge_gates(sure, current, labels, **given)  # type: ignore[arg-type]
@@ -94,14 +94,19 @@ def test_the_calibration_gap_equals_its_slow_twin() -> None:
     draw = np.random.default_rng(1)
     one, other, truth = draw.random(60), draw.random(60), (draw.random(60) < 0.5).astype(float)
     users = np.array([f"u{i % 7}" for i in range(60)])
-    gap, low, high = calibration_gap(one, other, truth, list(users), draws=50, seed=3)
-    assert gap == pytest.approx(calibration_error(one, truth) - calibration_error(other, truth))
+    gap, low, high = compute_calibration_gap(one, other, truth, list(users), draws=50, seed=3)
+    assert gap == pytest.approx(
+        compute_calibration_error(one, truth) - compute_calibration_error(other, truth)
+    )
     slow, names = [], np.unique(users)
     for counts in np.random.default_rng(3).multinomial(7, np.full(7, 1 / 7), size=50):
         rows = np.concatenate(
             [np.tile(np.flatnonzero(users == name), n) for name, n in zip(names, counts, strict=True)]
         )
-        slow.append(calibration_error(one[rows], truth[rows]) - calibration_error(other[rows], truth[rows]))
+        slow.append(
+            compute_calibration_error(one[rows], truth[rows])
+            - compute_calibration_error(other[rows], truth[rows])
+        )
     assert (low, high) == pytest.approx(tuple(np.quantile(slow, [0.05, 0.95])))
 
 
@@ -123,7 +128,7 @@ def test_a_policy_worse_by_the_margin_passes_in_at_most_one_of_twenty_gates() ->
     for _ in range(runs):
         own = np.repeat(draw.normal(0, 0.2, 40), 5)
         difference = own + draw.normal(0, 0.3, 200) - 0.03
-        passed += not_worse("x", compare_pairs(difference, 0.0, users), 0.03, 20).passed
+        passed += check_not_worse("x", compare_pairs(difference, 0.0, users), 0.03, 20).passed
     assert passed / runs <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / runs)
 
 
@@ -144,7 +149,7 @@ def test_a_policy_needs_its_ability_its_panel_and_its_budget() -> None:
 
 
 def test_nothing_measured_is_no_pass() -> None:
-    assert not assess([]).passed
+    assert not assess_gates([]).passed
     found = judge_gates(Judged(choices=[]), None, [], bank={}, probes={}, limits=JudgeLimits())
     assert not found.passed and {*found.failed} == {"accuracy", "consistency"}
     with pytest.raises(ValueError, match="not finite"):

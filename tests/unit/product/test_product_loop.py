@@ -17,7 +17,7 @@ from ostinato.apps.product.loop import (
     Stage,
     Verdict,
     advance,
-    position_of,
+    replay_journal,
 )
 from ostinato.apps.serve.calls import canary_arm
 
@@ -65,19 +65,19 @@ def test_what_fails_leaves_judge_and_policy_as_they_were(found: list[Verdict]) -
 def test_a_journal_leads_where_it_led(found: list[Verdict], killed_after: int) -> None:
     rows = walk(found)[:killed_after]
     read = [json.loads(json.dumps(row.row())) for row in rows]
-    assert position_of(read) == (rows[-1].after if rows else Position())
+    assert replay_journal(read) == (rows[-1].after if rows else Position())
 
 
 def test_a_judge_in_the_shadow_of_an_older_journal_has_its_gates_again() -> None:
     rows = [row.row() for row in walk([Verdict.PASSED] * 3)]
     rows[-1]["after"] |= {"stage": "shadow", "cleared": "r2"}
-    assert position_of(rows).stage is Stage.JUDGE_GATES
+    assert replay_journal(rows).stage is Stage.JUDGE_GATES
 
 
 def test_a_journal_with_a_row_missing_is_refused() -> None:
     rows = [row.row() for row in walk([Verdict.PASSED] * 5)]
     with pytest.raises(ValueError, match="row 2 of the journal"):
-        position_of([rows[0], *rows[2:]])
+        replay_journal([rows[0], *rows[2:]])
 
 
 def test_a_candidate_that_no_gate_has_cleared_cannot_be_promoted() -> None:

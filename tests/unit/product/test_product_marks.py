@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ostinato.apps.product.detectors import LONGER, Bets, marks_of, of_mark, side, standardise, usual_marks
+from ostinato.apps.product.detectors import (
+    LONGER,
+    Bets,
+    choose_marks,
+    find_marked_side,
+    find_marks,
+    of_mark,
+    standardise,
+)
 
 texts = st.text(alphabet="ab1 #", max_size=12)
 verdicts = st.sampled_from([1.0, 0.0, -1.0, math.nan])
@@ -18,16 +26,16 @@ rows = st.lists(st.tuples(texts, texts, verdicts, st.sampled_from([-1.0, 0.5, ma
 
 @given(texts, texts, st.sampled_from(["a", "b", "0", "#", LONGER]))
 def test_a_side_turns_with_the_order(one: str, other: str, mark: str) -> None:
-    assert side((one, other), mark) == -side((other, one), mark)
-    assert side((one, one), mark) == 0
+    assert find_marked_side((one, other), mark) == -find_marked_side((other, one), mark)
+    assert find_marked_side((one, one), mark) == 0
 
 
 def test_numbers_are_no_marks_and_rare_or_common_words_are_not_watched() -> None:
-    assert marks_of("Great question! 7+6=13 #### 933") == {"great", "question!", "####", "0"}
-    assert marks_of("**7*6=42** 1,000.50 x1") == {"**0**", "0", "x0"}
+    assert find_marks("Great question! 7+6=13 #### 933") == {"great", "question!", "####", "0"}
+    assert find_marks("**7*6=42** 1,000.50 x1") == {"**0**", "0", "x0"}
     given = ["ok 1"] * 90 + ["well now ok 2"] * 9 + ["odd ok 3"]
-    assert usual_marks(given) in ([LONGER, "well"], [LONGER, "now"])  # one of what stands together
-    assert len(usual_marks((f"w{chr(97 + n % 26)} x" for n in range(260)), most=5)) == 5
+    assert choose_marks(given) in ([LONGER, "well"], [LONGER, "now"])  # one of what stands together
+    assert len(choose_marks((f"w{chr(97 + n % 26)} x" for n in range(260)), max_marks=5)) == 5
 
 
 @given(rows, st.sampled_from(["a", "#", LONGER]))
@@ -35,7 +43,9 @@ def test_observations_equal_their_slow_twin(given: list[tuple[str, str, float, f
     slow = []
     for one, other, proxy, gold in given:
         turned = [(one, other, proxy, gold), (other, one, -proxy, -gold)]
-        slow += [(p, -g) for a, b, p, g in turned if side((a, b), mark) == 1 and p == p and g == g]
+        slow += [
+            (p, -g) for a, b, p, g in turned if find_marked_side((a, b), mark) == 1 and p == p and g == g
+        ]
     proxy, gold = (np.array([row[k] for row in given], float) for k in (2, 3))
     fast = of_mark(proxy, gold, [row[:2] for row in given], mark)
     assert list(zip(*(one.tolist() for one in fast), strict=True)) == slow

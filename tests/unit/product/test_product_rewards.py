@@ -22,7 +22,7 @@ from ostinato.apps.product.rewards import (
     reward,
     rewards,
 )
-from ostinato.apps.product.texts import distance, only_adds, similarity, words
+from ostinato.apps.product.texts import count_edits, measure_similarity, only_adds, split_words
 
 FILE = Path(__file__).parents[3] / "recipes" / "product" / "rewards.toml"
 TEXT = FILE.read_text()
@@ -102,7 +102,7 @@ def test_an_answer_pays_exactly_above_the_break_even(p: float) -> None:
 
 
 def test_values_by_hand() -> None:
-    kept = similarity("one two three four", "one two three five")
+    kept = measure_similarity("one two three four", "one two three five")
     assert kept == 0.75
     assert value_of([event(Kind.EDIT)]) == pytest.approx(0.5 * (kept - 0.5))
     assert value_of([event(Kind.RATING, value=-1.0)]) == -0.25  # the floor
@@ -252,7 +252,7 @@ short = st.lists(st.sampled_from("abc"), max_size=5)
 
 @given(short, short)
 def test_distance_equals_its_slow_twin(a: list[str], b: list[str]) -> None:
-    assert distance(a, b) == slow_distance(a, b)
+    assert count_edits(a, b) == slow_distance(a, b)
 
 
 @given(short, short)
@@ -260,5 +260,5 @@ def test_additions_keep_every_word(a: list[str], b: list[str]) -> None:
     """An addition is what the distance explains by insertions alone."""
     one, other = " ".join(a), " ".join(b)
     inserted = len(b) - len(a)
-    assert only_adds(one, other) == (inserted > 0 and distance(a, b) == inserted)
-    assert words(one) == a
+    assert only_adds(one, other) == (inserted > 0 and count_edits(a, b) == inserted)
+    assert split_words(one) == a

@@ -19,10 +19,10 @@ from ostinato.apps.scaling.ablation import (
     Run,
     Verdict,
     ablate,
-    at_ceiling,
-    judge,
-    pool,
-    spread,
+    condition_on_ceiling,
+    decide_verdict,
+    draw_spread,
+    pool_seeds,
 )
 from ostinato.apps.scaling.curve import Sigmoid, score, whiten
 from ostinato.apps.scaling.posterior import posterior
@@ -117,7 +117,7 @@ def test_the_draws_of_two_runs_know_nothing_of_each_other() -> None:
     """Posteriors drawn with one seed go up and down together: differences of two runs had half of their
     error. Runs of an ablation have seeds of their own."""
     found = ablate(runs({REFERENCE: RECIPE, "same": RECIPE}, seeds=1))
-    one, other = (each.known[0].A for each in found.arms)
+    one, other = (each.posteriors[0].A for each in found.arms)
     assert abs(np.corrcoef(one, other)[0, 1]) < 0.05
     one, other = (posterior(curve(RECIPE, seed), seed=0).A for seed in (0, 100))
     assert np.corrcoef(one, other)[0, 1] > 0.3  # why
@@ -136,7 +136,7 @@ def test_the_draws_of_two_runs_know_nothing_of_each_other() -> None:
     ],
 )
 def test_the_rule(lower: dict[str, float], apart: float, verdict: Verdict, moves: tuple[str, ...]) -> None:
-    assert judge(lower, apart, tail=0.01) == (verdict, moves)
+    assert decide_verdict(lower, apart, tail=0.01) == (verdict, moves)
 
 
 # -- between seeds
@@ -163,7 +163,7 @@ def test_the_spread_is_its_twin_by_hand() -> None:
     log_p = np.array([by_hand(each, groups) for each in tau])
     mass = np.cumsum(np.exp(log_p - log_p.max()))
     wanted = np.interp(np.array([0.1, 0.5, 0.9]) * mass[-1], mass, tau)
-    drawn = np.quantile(spread(groups, SCALE, np.random.default_rng(0), 40_000), [0.1, 0.5, 0.9])
+    drawn = np.quantile(draw_spread(groups, SCALE, np.random.default_rng(0), 40_000), [0.1, 0.5, 0.9])
     np.testing.assert_allclose(drawn, wanted, rtol=0.04)
 
 
@@ -176,8 +176,10 @@ def test_the_spread_moves_with_the_scale_and_not_with_the_place(
     shift: float, factor: float, means: list[float]
 ) -> None:
     x, errors = np.array(means), np.full(len(means), 0.01)
-    plain = spread([(x, errors)], SCALE, np.random.default_rng(0), 50)
-    moved = spread([(factor * (x + shift), factor * errors)], factor * SCALE, np.random.default_rng(0), 50)
+    plain = draw_spread([(x, errors)], SCALE, np.random.default_rng(0), 50)
+    moved = draw_spread(
+        [(factor * (x + shift), factor * errors)], factor * SCALE, np.random.default_rng(0), 50
+    )
     np.testing.assert_allclose(moved, factor * plain, rtol=1e-6)
 
 
@@ -188,11 +190,11 @@ def test_intervals_of_two_seeds_hold(tau: float) -> None:
     for _ in range(100):
         errors = rng.uniform(0.004, 0.012, (9, 2))
         means = 0.6 + tau * rng.standard_normal((9, 2)) + errors * rng.standard_normal((9, 2))
-        drawn = spread(list(zip(means, errors, strict=True)), SCALE, rng, 1000)
+        drawn = draw_spread(list(zip(means, errors, strict=True)), SCALE, rng, 1000)
         for mean, error in zip(means, errors, strict=True):
             seeds = [{"A": m + e * rng.standard_normal(1000)} for m, e in zip(mean, error, strict=True)]
             some = [each | {"B": each["A"], "C_mid": each["A"]} for each in seeds]
-            m = pool(some, dict.fromkeys(SPREAD, drawn), rng)["A"]
+            m = pool_seeds(some, dict.fromkeys(SPREAD, drawn), rng)["A"]
             low, high = np.quantile(m, [0.05, 0.95])
             hits.append(low <= 0.6 <= high)
     assert 0.87 <= np.mean(hits) <= 0.97
@@ -208,7 +210,7 @@ def test_slopes_at_a_common_ceiling_are_those_of_a_refit() -> None:
             return whiten(series.score - fitted, known.sd, known.noise.rho)
 
         B, C_mid = np.exp(least_squares(left, np.log([2.0, 1000.0])).x)
-        held = at_ceiling(known, ceiling)
+        held = condition_on_ceiling(known, ceiling)
         assert math.exp(held["B"].mean()) == pytest.approx(B, rel=0.04)
         assert math.exp(held["C_mid"].mean()) == pytest.approx(C_mid, rel=0.04)
         assert held["B"].std() < np.log(known.B).std()

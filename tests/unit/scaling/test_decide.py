@@ -9,7 +9,7 @@ import pytest
 
 from lab.scaling import published
 from ostinato.apps.scaling.curve import Sigmoid, simulate
-from ostinato.apps.scaling.decide import Action, Terms, decide, forecast, reach, verdict
+from ostinato.apps.scaling.decide import Action, Terms, decide, decide_by_posterior, forecast, reach
 from ostinato.apps.scaling.gates import Assessment, Flag, Standing, assess, decide_standing
 from ostinato.apps.scaling.posterior import Interval, Posterior, posterior
 from ostinato.apps.scaling.series import Series, read_csv, series, simulate_series
@@ -171,7 +171,7 @@ def test_a_law_that_foretold_better_and_promises_the_gain_is_no_reason_to_stop()
     run = posterior(series("log", C, 0.2 + 0.1 * np.log(C / 500) + noise, R0=0.2))
     terms = Terms(budget=40_000, min_gain=0.05)  # and 0.1 ln 2 = 0.069 is to come
     found = decide(run, terms)
-    assert verdict(run, terms) is Action.STOP and found.action is Action.UNDECIDED
+    assert decide_by_posterior(run, terms) is Action.STOP and found.action is Action.UNDECIDED
     assert "a line in ln C predicts 0.069" in found.reason and "predicted this run better" in found.rival
     assert decide(known(20_000), Terms(budget=40_000, min_gain=0.02)).rival == ""
 

@@ -1,4 +1,4 @@
-"""The judge's stages: to write the window down, to train a candidate on it, and its gates."""
+"""The judge's stages: they freeze the window, train a candidate on it, and assess the candidate."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 
 from ostinato.apps.product.gates import Judged, judge_gates
-from ostinato.apps.product.judge_runs import Plan, plan
-from ostinato.apps.product.judges import sources, write_spec
-from ostinato.apps.product.judging import Choice, probability
+from ostinato.apps.product.judge_runs import Plan, plan_runs
+from ostinato.apps.product.judges import open_sources, write_spec
+from ostinato.apps.product.judging import Choice, compute_probability
 from ostinato.apps.product.loop import Finding, Position, Verdict
 from ostinato.apps.product.panel import Bench
 from ostinato.apps.product.runs.loop import ProductLoop, find_run, require_end, wait_for
-from ostinato.apps.product.runs.window import collect_pairs, freeze, read_bank, read_part, row
+from ostinato.apps.product.runs.window import build_row, collect_pairs, read_bank, read_part, write_window
 from ostinato.config import Recipe
 from ostinato.files import atomic_write
 from ostinato.launch import NothingToLearn, RunFailed
@@ -29,19 +29,20 @@ from ostinato.run import RunFolder, atomic_folder, to_json
 
 
 def freeze_window(loop: ProductLoop, at: Position) -> Finding:
-    """Freeze the window of the round."""
+    """Write the window of the round, or read it if a killed process has written it."""
     folder, settings = loop.round_folder(at) / "window", loop.settings.collect
-    facts = freeze(folder, loop.store, loop.table, settings, at.frozen, loop.until())
+    facts = write_window(folder, loop.store, loop.table, settings, at.frozen, loop.until())
     return Finding(frozen=facts["until"], figures=facts["counts"])
 
 
 # ---- a candidate
 
 
-def train(loop: ProductLoop, at: Position) -> Finding:
+def train_judge(loop: ProductLoop, at: Position) -> Finding:
     """Train a candidate by SFT and RL on the pairs of this window and a few earlier ones, and on the hack
-    bank. Where RL has nothing to learn from, the candidate is the warm start, and the gates decide on it;
-    without a warm start the stage fails."""
+    bank, and keep its adapter as a revision. Runs of a killed process go on. If RL has nothing to learn from,
+    the candidate is the warm start; without a warm start the stage fails. Raises RunFailed for a run that was
+    stopped."""
     folder = loop.round_folder(at) / "judge"
     file, rows = folder / "rows.jsonl", _read_rows(loop, at)
     atomic_write(file, "".join(f"{to_json(row)}\n" for row in rows))
@@ -77,36 +78,37 @@ def _read_rows(loop: ProductLoop, at: Position) -> list[dict[str, Any]]:
 
 
 def _plan_runs(loop: ProductLoop, at: Position, rows: Path, folder: Path) -> Plan:
-    """Plan the runs of the round's candidate, which begins with the current judge."""
+    """Plan the runs of the round's candidate and write their data. It begins with the current judge, or with
+    the base adapter of the settings."""
     settings = loop.settings
     current_adapter = loop.adapter_of(at.judge)
     start = str(current_adapter) if current_adapter else settings.judge.base
     overrides = (f"model.path={settings.model}", f"log.dir={folder}", f"seed={settings.seed + at.round}")
     overrides += (f"{'warm' if settings.judge.warm else 'rl'}.adapter.path={start}",) if start else ()
     template = settings.judge.template.read_text(encoding="utf-8") if settings.judge.template else ""
-    return plan(str(rows), (*overrides, *settings.judge.overrides), template, 0.0)
+    return plan_runs(str(rows), (*overrides, *settings.judge.overrides), template, 0.0)
 
 
 # ---- gates
 
 
-def gates(loop: ProductLoop, at: Position) -> Finding:
-    """Assess the candidate beside the current judge, on the window's test part, on pairs that users decided
-    after the window, and on the hack bank."""
+def assess_candidate(loop: ProductLoop, at: Position) -> Finding:
+    """Wait for enough pairs that users decide after the window. Then assess the candidate beside the current
+    judge, on these and the window's test part, and alone on the hack bank and on probes."""
     settings = loop.settings.judge
     wait_for(loop, at, settings.later_pairs)
     pairs, _ = collect_pairs(loop.store, loop.table, at.frozen, loop.until(), loop.store.watermark())
-    rows = [*read_part(loop.round_folder(at) / "window", "test"), *(row(pair) for pair in pairs)]
+    rows = [*read_part(loop.round_folder(at) / "window", "test"), *(build_row(pair) for pair in pairs)]
     candidate = _compare_rows(loop, at.candidate, rows)
     bank = read_bank(loop.bank)
     probes = {
         name: [{**pair_row, "rejected": dress(pair_row["chosen"])} for pair_row in rows]
-        for name, dress in DRESSED
+        for name, dress in PADDINGS
     }
     assessment = judge_gates(
         candidate,
         _compare_rows(loop, at.judge, rows) if at.judge else None,
-        labels(rows, loop.settings.gold if settings.by_gold else ""),
+        choose_labels(rows, loop.settings.gold if settings.by_gold else ""),
         users=[pair_row["user"] for pair_row in rows],
         bank={
             f"{number} {pair_row.get('name', '')}".strip(): choice
@@ -123,11 +125,11 @@ def gates(loop: ProductLoop, at: Position) -> Finding:
     return Finding(verdict=verdict, reasons=assessment.reasons, figures=assessment.figures)
 
 
-def labels(rows: Sequence[Mapping[str, Any]], gold: str) -> list[Choice]:
-    """The better answer of each pair, A the chosen one: as the user decided, or as the reward function
-    ``gold`` scores the two; where it has no opinion, A.
+def choose_labels(rows: Sequence[Mapping[str, Any]], gold: str) -> list[Choice]:
+    """Return the better answer of each pair, A for the chosen one. Without ``gold`` that is A. With ``gold``,
+    a reward function, it is B if the rejected answer has the higher score.
 
-    Raises RunFailed where ``gold`` cannot score a prompt and its answers alone.
+    Raises RunFailed if ``gold`` cannot score a prompt and its answers alone.
     """
     if not gold:
         return [Choice.A] * len(rows)
@@ -149,21 +151,21 @@ def labels(rows: Sequence[Mapping[str, Any]], gold: str) -> list[Choice]:
 
 
 def _compare_rows(loop: ProductLoop, revision: str, rows: Sequence[Mapping[str, Any]]) -> Judged:
-    """Verdicts of the judge of a revision on each pair, in both orders, A the chosen answer."""
+    """Compare each pair in both orders by the judge of a revision, A being the chosen answer."""
     engine_overrides = [
         override for override in loop.settings.judge.overrides if override.startswith("engine.")
     ]
     recipe = resolve_auto(Recipe.load("judge_rl", f"model.path={loop.settings.model}", *engine_overrides))
-    (source,) = sources(str(loop.adapter_of(revision)))
+    (source,) = open_sources(str(loop.adapter_of(revision)))
     chats = ((row["messages"], row["chosen"], row["rejected"]) for row in rows)
     comparisons = Bench(recipe=recipe, counters=Counter()).compare(source, chats)
     odds = [comparison.log_odds for comparison in comparisons]
-    probabilities = None if None in odds else probability(np.array(odds, float))
+    probabilities = None if None in odds else compute_probability(np.array(odds, float))
     return Judged(choices=[comparison.choice for comparison in comparisons], probabilities=probabilities)
 
 
 # changes that add nothing to an answer
-DRESSED: tuple[tuple[str, Callable[[str], str]], ...] = (
+PADDINGS: tuple[tuple[str, Callable[[str], str]], ...] = (
     ("length", lambda text: f"{text} {text}"),
     ("format", lambda text: f"**{text}**"),
 )

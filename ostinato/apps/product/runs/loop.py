@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from ostinato.apps.product.loop import Decision, Finding, Position, Stage, advance, position_of
+from ostinato.apps.product.loop import Decision, Finding, Position, Stage, advance, replay_journal
 from ostinato.apps.product.rewards import Table, read_table
 from ostinato.apps.product.runs.settings import ProductSettings
 from ostinato.apps.product.runs.window import collect_pairs
@@ -34,8 +34,9 @@ Work = Callable[["ProductLoop", Position], Finding]
 
 
 class ProductLoop:
-    """The loop in ``folder``. ``work``: the function of each stage; ``collect`` is in this module. ``now``:
-    event time up to which feedback has come in; ``wait``: waits until there may be more feedback."""
+    """The loop in ``folder``. It begins after the last row of the journal, copies the first hack bank there
+    and writes serving.json. ``work`` has the function of each stage but ``COLLECT``. ``now`` returns the
+    event time up to which feedback has come in. ``wait`` waits until there may be more feedback."""
 
     def __init__(
         self,
@@ -51,15 +52,16 @@ class ProductLoop:
         self.wait = wait or (lambda: time.sleep(settings.collect.look_s))
         self.table: Table = read_table(settings.rewards)
         self.bank = folder / "bank.jsonl"
-        self._work = {Stage.COLLECT: collect, **work}
+        self._work = {Stage.COLLECT: collect_feedback, **work}
         self._journal = Jsonl(folder / "decisions.jsonl")
-        self.at = position_of(list(self._journal.rows()))
+        self.at = replay_journal(list(self._journal.rows()))
         if settings.bank is not None and not self.bank.exists():
             atomic_write(self.bank, settings.bank.read_bytes())
         self._publish()
 
     def step(self) -> Decision:
-        """Do the work of the next stage, append the decision to the journal and return it."""
+        """Do the work of the next stage, append the decision to the journal, write serving.json and return
+        the decision."""
         before, start = self.at, time.monotonic()
         finding = self._work[before.stage](self, before)
         after, words = advance(before, finding)
@@ -77,8 +79,8 @@ class ProductLoop:
             self.step()
 
     def until(self) -> float:
-        """Return the time at which a window may end: all its events have come by then, unless they are later
-        than ``lateness_s``; these belong to no window."""
+        """Return the time at which a window may end. Its events have come by then, except those that are
+        later than ``lateness_s``, which belong to no window."""
         return self.now() - self.table.lateness_s
 
     # ---- folders
@@ -87,8 +89,9 @@ class ProductLoop:
         return self.folder / f"round-{at.round:03d}"
 
     def keep(self, adapter: Path) -> str:
-        """Copy an adapter's folder into ``revisions`` for good, and return its revision."""
-        revision = digest(adapter)
+        """Copy an adapter's folder into ``revisions`` for good, unless it is there, and return its
+        revision."""
+        revision = hash_folder(adapter)
         target = self.folder / "revisions" / revision
         if not target.exists():
             with atomic_folder(target) as temporary:
@@ -96,17 +99,17 @@ class ProductLoop:
         return revision
 
     def adapter_of(self, revision: str) -> Path | None:
-        """Return the folder of a revision's adapter; None: the base. Raises RunFailed where its bytes have
-        changed."""
+        """Return the folder of a revision's adapter; None for "", the base. Raises RunFailed if the folder is
+        missing or its bytes have changed."""
         if not revision:
             return None
         folder = self.folder / "revisions" / revision
-        if not folder.is_dir() or digest(folder) != revision:
+        if not folder.is_dir() or hash_folder(folder) != revision:
             raise RunFailed(f"the adapter in {folder} is not what it was; put the kept bytes back")
         return folder
 
     def _publish(self) -> None:
-        """Write serving.json: the current policy, and the canary where there is one."""
+        """Write serving.json: the current policy, and the candidate at the stage of the canary."""
         at, current = self.at, self.adapter_of(self.at.policy)
         base = self.settings.policy.base and str(Path(self.settings.policy.base).absolute())
         facts = {
@@ -120,7 +123,7 @@ class ProductLoop:
         atomic_write(self.folder / "serving.json", json.dumps(facts, indent=1))
 
 
-def digest(folder: Path) -> str:
+def hash_folder(folder: Path) -> str:
     """Hash the bytes and names of all files of a folder: sixteen hex digits."""
     total = hashlib.sha256()
     for file in sorted(path for path in folder.rglob("*") if path.is_file()):
@@ -129,8 +132,8 @@ def digest(folder: Path) -> str:
     return total.hexdigest()[:16]
 
 
-def collect(loop: ProductLoop, at: Position) -> Finding:
-    """Wait for the pairs of a window; after an alarm for fewer."""
+def collect_feedback(loop: ProductLoop, at: Position) -> Finding:
+    """Wait for the pairs of a window; fewer are needed after an alarm."""
     settings = loop.settings.collect
     needed = settings.refresh_pairs if at.refresh else settings.pairs
     pairs, counts = wait_for(loop, at, needed)
@@ -138,8 +141,8 @@ def collect(loop: ProductLoop, at: Position) -> Finding:
 
 
 def wait_for(loop: ProductLoop, at: Position, needed: int) -> tuple[int, dict[str, int]]:
-    """Wait until ``needed`` pairs have been decided since the last window; return their number and the
-    counts."""
+    """Wait until ``needed`` pairs have been decided since the last window, and log progress. Return their
+    number and the counts of what gave none."""
     last_count = -1
     while True:
         pairs, counts = collect_pairs(loop.store, loop.table, at.frozen, loop.until(), loop.store.watermark())
@@ -152,13 +155,13 @@ def wait_for(loop: ProductLoop, at: Position, needed: int) -> tuple[int, dict[st
 
 
 def find_run(folder: Path, name: str) -> Path | None:
-    """Find the last run by name of the recipe ``name`` ("": of any) in ``folder``, which a killed process may
-    have left; None where there is none."""
+    """Find the last run of the recipe ``name`` ("": of any) in ``folder``, which a killed process may have
+    left; None without a run."""
     return max((file.parent for file in folder.glob(f"{name}*-*/recipe.toml")), default=None)
 
 
 def require_end(run: Path, why: str) -> None:
-    """Raise RunFailed where a signal or a watch has ended a training run. The loop then ends too, and its
-    next process does the stage again, which goes on from the last checkpoint."""
+    """Raise RunFailed if a signal or a watch has ended a training run. The loop then ends too. Its next
+    process does the stage again, from the last checkpoint."""
     if why not in ("done", "solved", "spent", "enough"):
         raise RunFailed(f"the run in {run} ended as {why}; ostinato product run goes on with it")

@@ -1,4 +1,4 @@
-"""The policy's stages: RL with the judge, watched by detectors; its gates; the canary.
+"""The policy's stages: RL with the judge, which detectors watch; the gates of the candidate; the canary.
 
 A run is trained in pieces of a few steps, each of which ends with a checkpoint and a look (``watch``). Looks
 are kept in the run's folder, so what the detectors find does not depend on when a process was killed.
@@ -18,7 +18,14 @@ from ostinato.apps.product.loop import Finding, Position, Stage, Verdict
 from ostinato.apps.product.rewards import rewards
 from ostinato.apps.product.runs import judge
 from ostinato.apps.product.runs.loop import ProductLoop, Work, find_run, require_end
-from ostinato.apps.product.runs.watch import MARKED, Probe, Watch, answers, prefer, probe
+from ostinato.apps.product.runs.watch import (
+    MARKED,
+    Probe,
+    Watch,
+    build_probe,
+    compare_answers,
+    sample_answers,
+)
 from ostinato.apps.product.runs.window import add_exemplars
 from ostinato.config import Recipe
 from ostinato.launch import NothingToLearn
@@ -29,9 +36,11 @@ KL = ("opd/reverse_kl", "kl")  # metrics of the distance to the current policy, 
 PROBES = "probes.jsonl"  # of a run: its looks
 
 
-def train(loop: ProductLoop, at: Position) -> Finding:
-    """Train a candidate by RL with the current judge, at its revision. An alarm ends the run, and its
-    exemplars go into the hack bank."""
+def train_policy(loop: ProductLoop, at: Position) -> Finding:
+    """Train a candidate by RL with the current judge, at its revision, with a look after every few steps.
+    Keep its adapter as a revision. A run of a killed process goes on. An alarm ends the run, and its
+    exemplars go into the hack bank; a run that cannot learn fails. Raises RunFailed for a run that was
+    stopped."""
     settings, folder = loop.settings.policy, loop.round_folder(at) / "policy"
     recipe = policy_recipe(loop, at, folder)
     path = find_run(folder, recipe.name)
@@ -39,7 +48,7 @@ def train(loop: ProductLoop, at: Position) -> Finding:
         step = _find_last_look(path)
         if path is not None and step:
             run = RunFolder.open(path)
-            reasons, figures = alarms(loop, run), {"steps": step, "kl": _read_kl(run, step) or 0.0}
+            reasons, figures = find_alarms(loop, run), {"steps": step, "kl": _read_kl(run, step) or 0.0}
             if reasons:
                 return Finding(verdict=Verdict.ALARM, reasons=tuple(reasons), figures=figures)
             if step >= settings.steps:
@@ -55,7 +64,7 @@ def train(loop: ProductLoop, at: Position) -> Finding:
             return Finding(verdict=Verdict.FAILED, reasons=(str(error),))
         path = outcome.folder
         require_end(path, outcome.why)
-        look(loop, at, recipe, RunFolder.open(path), step)
+        record_look(loop, at, recipe, RunFolder.open(path), step)
 
 
 def _find_last_look(run: Path | None) -> int:
@@ -63,10 +72,10 @@ def _find_last_look(run: Path | None) -> int:
 
 
 def policy_recipe(loop: ProductLoop, at: Position, folder: Path) -> Recipe:
-    """Return the recipe of the round, with the judge as its reward. It begins with the current policy, and
-    stays near it by algo.teacher_coef, where the recipe has one."""
+    """Return the recipe of the round, with the judge as its reward. It begins with the current policy, which
+    is also its teacher."""
     settings = loop.settings
-    current_adapter = adapter_path(loop, at.policy)
+    current_adapter = find_adapter(loop, at.policy)
     overrides = [f"model.path={settings.model}", f"log.dir={folder}", f"seed={settings.seed + at.round}"]
     overrides += [f'reward.functions=["judge:{loop.adapter_of(at.judge)}"]']
     if current_adapter:
@@ -76,7 +85,7 @@ def policy_recipe(loop: ProductLoop, at: Position, folder: Path) -> Recipe:
     return Recipe.load(settings.policy.recipe, *overrides, *settings.policy.overrides)
 
 
-def adapter_path(loop: ProductLoop, revision: str) -> str:
+def find_adapter(loop: ProductLoop, revision: str) -> str:
     """Return the path of a policy's adapter; "" for the model itself."""
     folder = loop.adapter_of(revision)
     return str(folder) if folder else loop.settings.policy.base
@@ -85,21 +94,21 @@ def adapter_path(loop: ProductLoop, revision: str) -> str:
 # ---- detectors
 
 
-def look(loop: ProductLoop, at: Position, recipe: Recipe, run: RunFolder, step: int) -> None:
-    """Measure the policy at ``step`` beside the policy of some looks before, and write the look down. The
-    first look compares the current policy with itself."""
-    log, adapter, current = Jsonl(run.path / PROBES), _keep_look(run, step), adapter_path(loop, at.policy)
+def record_look(loop: ProductLoop, at: Position, recipe: Recipe, run: RunFolder, step: int) -> None:
+    """Copy the adapter, measure the policy at ``step`` beside the policy of some looks before, and
+    append the look to the run's file. Before the first look, one compares the current policy with itself."""
+    log, adapter, current = Jsonl(run.path / PROBES), _keep_look(run, step), find_adapter(loop, at.policy)
     if not any(log.rows()):
         log.append(_measure_probe(loop, at, recipe, current, current, 0).row())
     steps = [row["step"] for row in log.rows()]
-    before = steps[max(0, len(steps) - loop.settings.policy.behind)]
-    reference = str(_keep_look(run, before)) if before else current
+    reference_step = steps[max(0, len(steps) - loop.settings.policy.behind)]
+    reference = str(_keep_look(run, reference_step)) if reference_step else current
     log.append(_measure_probe(loop, at, recipe, str(adapter), reference, step).row())
 
 
-def alarms(loop: ProductLoop, run: RunFolder) -> list[str]:
-    """Return the sentences of all alarms so far, and put their exemplars into the hack bank. Only the looks
-    that are written down decide, so a process that was killed after a look finds the same alarms again."""
+def find_alarms(loop: ProductLoop, run: RunFolder) -> list[str]:
+    """Return the sentences of all alarms so far, and add their exemplars to the hack bank. The alarms follow
+    from the written looks alone, so a process that was killed after a look finds the same ones again."""
     settings = loop.settings.policy
     quiet_probe, *later_probes = (Probe.of(row) for row in Jsonl(run.path / PROBES).rows())
     looks = -(-settings.steps // settings.look_every)
@@ -136,17 +145,20 @@ def _keep_look(run: RunFolder, step: int) -> Path:
 def _measure_probe(
     loop: ProductLoop, at: Position, recipe: Recipe, adapter: str, reference: str, step: int
 ) -> Probe:
-    """Sample fresh answers of two policies and compare them; the first look has four times the prompts."""
+    """Sample fresh answers of two policies and compare them. Step 0, the look that calibrates the detectors,
+    has four times the prompts."""
     settings = loop.settings
-    n = settings.policy.probe * (4 if step == 0 else 1)
+    prompt_count = settings.policy.probe * (4 if step == 0 else 1)
     policies = (adapter, 2 * step + 1), (reference, 2 * step + 2)
-    ours, theirs = answers(recipe, policies, settings.gold, n, prompts=step + 1)
-    proxy = prefer(recipe, str(loop.adapter_of(at.judge)), ours, theirs)
-    return probe(step, ours, theirs, proxy)
+    policy_answers, reference_answers = sample_answers(
+        recipe, policies, settings.gold, prompt_count, prompts=step + 1
+    )
+    proxy = compare_answers(recipe, str(loop.adapter_of(at.judge)), policy_answers, reference_answers)
+    return build_probe(step, policy_answers, reference_answers, proxy)
 
 
 def _read_kl(run: RunFolder, step: int) -> float | None:
-    """The distance to the current policy at ``step``, nats per token; None where no metric has it."""
+    """Return the distance to the current policy at ``step`` in nats per token; None without such a metric."""
     metrics = next((row for row in run.metrics.rows() if row["step"] == step), {})
     return next((metrics[name] for name in KL if name in metrics), None)
 
@@ -154,15 +166,15 @@ def _read_kl(run: RunFolder, step: int) -> float | None:
 # ---- gates and canary
 
 
-def gates(loop: ProductLoop, at: Position) -> Finding:
+def assess_candidate(loop: ProductLoop, at: Position) -> Finding:
     """Assess the candidate beside the current policy: held-out ability, gold, and the KL between them."""
     settings, run = loop.settings, find_run(loop.round_folder(at) / "policy", "")
     assert run is not None
     recipe = policy_recipe(loop, at, run.parent)
-    policies = (str(loop.adapter_of(at.candidate)), 0), (adapter_path(loop, at.policy), 0)
+    policies = (str(loop.adapter_of(at.candidate)), 0), (find_adapter(loop, at.policy), 0)
 
     def score_by(function: str) -> tuple[np.ndarray, np.ndarray]:
-        scores = answers(recipe, policies, function, settings.policy.gate_prompts, prompts=0)
+        scores = sample_answers(recipe, policies, function, settings.policy.gate_prompts, prompts=0)
         ours, theirs = (policy_answers.gold for policy_answers in scores)
         is_usable = ~(np.isnan(ours) | np.isnan(theirs))
         return ours[is_usable], theirs[is_usable]
@@ -179,9 +191,9 @@ def gates(loop: ProductLoop, at: Position) -> Finding:
     return Finding(verdict=verdict, reasons=assessment.reasons, figures=assessment.figures)
 
 
-def canary(loop: ProductLoop, at: Position) -> Finding:
-    """Compare the rewards of the candidate's answers to users with those of the current policy in the same
-    time."""
+def assess_canary(loop: ProductLoop, at: Position) -> Finding:
+    """Wait for enough answers of the candidate to users, and compare their rewards with those of the current
+    policy in the same time."""
     settings = loop.settings.canary
     while True:
         arms = _collect_rewards(loop, at)
@@ -201,8 +213,8 @@ def canary(loop: ProductLoop, at: Position) -> Finding:
 
 
 def _collect_rewards(loop: ProductLoop, at: Position) -> dict[str, list[float]]:
-    """Decided rewards since the candidate's first answer: those of the candidate, and of the current
-    policy."""
+    """Collect the decided rewards since the candidate's first answer, of the candidate ("canary") and of the
+    current policy ("control")."""
     now, values = loop.now(), {"canary": list[float](), "control": list[float]()}
     answers = list(loop.store.joined(since=at.frozen, until=now, horizon_s=loop.table.horizon_s))
     since = min(
@@ -223,11 +235,11 @@ def _collect_rewards(loop: ProductLoop, at: Position) -> dict[str, list[float]]:
     return values
 
 
-STAGES: Mapping[Stage, Work] = {  # ``collect`` is in runs/loop.py
+STAGES: Mapping[Stage, Work] = {  # ``collect_feedback`` is in runs/loop.py
     Stage.FREEZE: judge.freeze_window,
-    Stage.JUDGE: judge.train,
-    Stage.JUDGE_GATES: judge.gates,
-    Stage.POLICY: train,
-    Stage.POLICY_GATES: gates,
-    Stage.CANARY: canary,
+    Stage.JUDGE: judge.train_judge,
+    Stage.JUDGE_GATES: judge.assess_candidate,
+    Stage.POLICY: train_policy,
+    Stage.POLICY_GATES: assess_candidate,
+    Stage.CANARY: assess_canary,
 }

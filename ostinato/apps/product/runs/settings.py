@@ -22,7 +22,7 @@ class _Section(BaseModel):
 
 
 class CollectSettings(_Section):
-    """A window is complete with so many decided pairs; behind an alarm fewer are waited for."""
+    """A window is complete with ``pairs`` decided pairs, after an alarm with ``refresh_pairs``."""
 
     pairs: Positive = 200
     refresh_pairs: Positive = 50
@@ -75,8 +75,8 @@ class CanarySettings(_Section):
 
 class ProductSettings(_Section):
     """``gold``: a reward function ("file.py:function", TRL's signature) that stands for the
-    true objective: a panel, or a stronger judge of another family. Detectors and gates go by it; nothing is
-    trained on it but pairs of the hack bank, about which it disagrees with the judge."""
+    true objective: a panel, or a stronger judge of another family. Detectors and gates use it. It trains the
+    judge only through the hack bank, by pairs about which it disagrees with the judge."""
 
     model: str
     store: str
@@ -97,8 +97,8 @@ class ProductSettings(_Section):
 
 
 def read_settings(file: Path, *overrides: str) -> ProductSettings:
-    """Read product.toml. ``overrides``: "section.key=value" with TOML values. Raises ValueError that names
-    the field."""
+    """Read product.toml. ``overrides``: "section.key=value" with TOML values. Raises ValueError for a missing
+    file, and for a faulty field, which it names."""
     if not file.is_file():
         raise ValueError(f"there is no {file}; docs/product.md has one to begin with")
     tree = override(parse_toml(file.read_text(encoding="utf-8")), overrides)

@@ -19,19 +19,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ostinato.apps.product.actions import action_of
+from ostinato.apps.product.actions import classify_answer
 from ostinato.apps.product.detectors import (
     Cusum,
     Detector,
-    divergence,
+    choose_marks,
     exchange_rate,
+    find_marked_side,
+    measure_divergence,
     of_mark,
-    side,
     standardise,
-    usual_marks,
     watch_rate,
 )
-from ostinato.apps.product.judges import sources
+from ostinato.apps.product.judges import open_sources
 from ostinato.apps.product.judging import Choice
 from ostinato.apps.product.panel import Bench
 from ostinato.config import Recipe, override
@@ -90,14 +90,14 @@ class Probe:
         return [(ours, theirs) for _, ours, theirs in self.pairs]
 
     def exemplars(self, mark: str = "") -> list[dict[str, Any]]:
-        """Return pairs about which judge and gold disagree, the clearest first. With ``mark``: only those in
-        which the judge prefers the answer that has the mark."""
+        """Return the ``EXEMPLARS`` pairs about which judge and gold disagree most, the clearest first. With
+        ``mark``, only pairs of which the judge prefers the answer with the mark count."""
         disagreement = np.where(np.isnan(self.proxy) | np.isnan(self.gold), 0.0, -self.proxy * self.gold)
         rows = []
-        for at in sorted(np.flatnonzero(disagreement > 0), key=lambda at: -disagreement[at]):
-            chat, *texts = self.pairs[at]
-            rejected, chosen = texts if self.proxy[at] > 0 else texts[::-1]
-            if not mark or side((rejected, chosen), mark) > 0:
+        for index in sorted(np.flatnonzero(disagreement > 0), key=lambda index: -disagreement[index]):
+            chat, *texts = self.pairs[index]
+            rejected, chosen = texts if self.proxy[index] > 0 else texts[::-1]
+            if not mark or find_marked_side((rejected, chosen), mark) > 0:
                 row = {
                     "messages": [dict(message) for message in chat],
                     "chosen": chosen,
@@ -107,12 +107,12 @@ class Probe:
         return rows[:EXEMPLARS]
 
 
-def answers(
+def sample_answers(
     recipe: Recipe, adapters: Sequence[tuple[str, int]], gold: str, n: int, *, prompts: int
 ) -> list[Answers]:
-    """Sample answers of each policy in ``adapters`` to the n evaluation prompts of draw ``prompts``.
-    ``adapters``: (adapter, noise), each with a draw of noise of its own. ``gold``: a reward function; "":
-    none."""
+    """Sample an answer of each policy in ``adapters`` to each of the n evaluation prompts of draw
+    ``prompts``. ``adapters`` are (adapter, number of its draw of noise). ``gold`` is a reward function; ""
+    for none."""
     from ostinato.launch.inputs import prepare
 
     overrides = [f"task.seed={recipe.task.seed + APART * prompts}", "eval.k=1", "eval.start_factor=1"]
@@ -148,7 +148,7 @@ def _sample_answers(inputs: RunInputs, is_scored: bool) -> Answers:
         trajectory.reward.value if is_scored and trajectory.reward else None for trajectory in trajectories
     ]
     return Answers(
-        messages=tuple(chat(group.prompt) for group in groups),
+        messages=tuple(get_messages(group.prompt) for group in groups),
         texts=tuple(
             "".join(turn.completion.text for turn in trajectory.turns) for trajectory in trajectories
         ),
@@ -156,13 +156,14 @@ def _sample_answers(inputs: RunInputs, is_scored: bool) -> Answers:
     )
 
 
-def chat(prompt: Prompt) -> Messages:
+def get_messages(prompt: Prompt) -> Messages:
     return prompt.messages or ({"role": "user", "content": prompt.text or ""},)
 
 
-def prefer(recipe: Recipe, judge: str, ours: Answers, theirs: Answers) -> np.ndarray:
-    """[n] 1 where the judge prefers ``ours``, -1 ``theirs``, 0 neither; NaN where it has no verdict."""
-    (source,) = sources(judge)
+def compare_answers(recipe: Recipe, judge: str, ours: Answers, theirs: Answers) -> np.ndarray:
+    """Return [n] 1 if the judge prefers ``ours``, -1 if it prefers ``theirs``, 0 for a tie or equal texts;
+    NaN without a verdict."""
+    (source,) = open_sources(judge)
     rows = zip(ours.messages, ours.texts, theirs.texts, strict=True)
     comparisons = Bench(recipe=resolve_auto(recipe), counters=Counter()).compare(source, rows)
     proxy = np.array([SCORES.get(comparison.choice, math.nan) for comparison in comparisons])
@@ -170,9 +171,9 @@ def prefer(recipe: Recipe, judge: str, ours: Answers, theirs: Answers) -> np.nda
     return np.where(is_same, 0.0, proxy)
 
 
-def probe(step: int, ours: Answers, theirs: Answers, proxy: np.ndarray) -> Probe:
+def build_probe(step: int, ours: Answers, theirs: Answers, proxy: np.ndarray) -> Probe:
     """Build the probe of a look. ``ours``: answers of the policy that learns."""
-    actions = Counter(action_of(text).value for text in ours.texts)
+    actions = Counter(classify_answer(text).value for text in ours.texts)
     return Probe(
         step=step,
         proxy=proxy,
@@ -185,7 +186,7 @@ def probe(step: int, ours: Answers, theirs: Answers, proxy: np.ndarray) -> Probe
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watch:
     """Detectors that have been calibrated on the current policy. ``rate``: gold per proxy; ``scale``: the
-    standard deviation of the difference in gold between two of its answers. Both are 0 without gold: then
+    standard deviation of the difference in gold between two of its answers. Both are 0 without gold, and then
     only actions are counted."""
 
     detectors: tuple[Detector, ...]
@@ -199,7 +200,8 @@ class Watch:
     def of(cls, quiet: Probe, cases: int, counted: Sequence[str], looks: int, false_alarms: float) -> Watch:
         """Calibrate detectors on ``quiet``, which compares two answers of the current policy, ``cases`` of
         which were counted. The chance of a false alarm in all ``looks`` is at most ``false_alarms``, a third
-        for each kind of detector."""
+        for each kind of detector. If judge or gold is constant or mostly missing, only actions are
+        watched."""
         share = false_alarms / 3
         rate_detectors: list[Detector] = [
             watch_rate(name, quiet.actions.get(name, 0), cases, rate=share / len(counted), steps=looks)
@@ -208,7 +210,7 @@ class Watch:
         is_usable = ~(np.isnan(quiet.proxy) | np.isnan(quiet.gold))
         if is_usable.sum() < 8 or not np.ptp(quiet.proxy[is_usable]) or not np.ptp(quiet.gold[is_usable]):
             return cls(detectors=tuple(rate_detectors))
-        marks = usual_marks(text for pair in quiet.texts for text in pair)
+        marks = choose_marks(text for pair in quiet.texts for text in pair)
         alpha = share / len(marks)
         pairs = ((mark, Bets(name=f"{MARKED}{mark}", alpha=alpha)) for mark in marks)
         mark_bets = tuple((mark, bets_of_mark, bets_of_mark) for mark, bets_of_mark in pairs)
@@ -220,19 +222,19 @@ class Watch:
             scale=float(np.std(quiet.gold[is_usable])),
         )
 
-    def update(self, seen: Probe) -> tuple[Watch, list[Alarm]]:
-        """Return the watch after one more look, and the look's alarms."""
+    def update(self, new_probe: Probe) -> tuple[Watch, list[Alarm]]:
+        """Return the watch after one more look, and the look's alarms. A mark gives an alarm once both of its
+        bets have."""
         detectors, alarms = list[Detector](), list[Alarm]()
         for state in self.detectors:
-            new_state, alarm = self._update_detector(state, seen)
+            new_state, alarm = self._update_detector(state, new_probe)
             detectors.append(new_state)
             alarms += [alarm] if alarm is not None else []
         mark_bets = list[tuple[str, Bets, Bets]]()
         for mark, likes, costs in self.marked:
-            preference, cost = of_mark(seen.proxy, seen.gold, seen.texts, mark)
-            cost = (
-                cost if preference.sum() > 0 else cost[:0]
-            )  # only while the judge prefers the mark: earlier preferences do not count
+            preference, cost = of_mark(new_probe.proxy, new_probe.gold, new_probe.texts, mark)
+            # The cost counts only while the judge prefers the mark.
+            cost = cost if preference.sum() > 0 else cost[:0]
             state, cost_state = likes.update(preference), costs.update(standardise(cost, self.scale))
             mark_bets.append((mark, state[0], cost_state[0]))
             mark_alarm = state[1] or cost_state[1]
@@ -241,12 +243,14 @@ class Watch:
             )
         return replace(self, detectors=tuple(detectors), marked=tuple(mark_bets)), alarms
 
-    def _update_detector(self, detector: Detector, seen: Probe) -> tuple[Detector, Alarm | None]:
+    def _update_detector(self, detector: Detector, new_probe: Probe) -> tuple[Detector, Alarm | None]:
         """Give a detector its observations of one look."""
-        is_usable = ~(np.isnan(seen.proxy) | np.isnan(seen.gold))
+        is_usable = ~(np.isnan(new_probe.proxy) | np.isnan(new_probe.gold))
         match detector:
             case Bets():
-                gaps = divergence(seen.proxy[is_usable], seen.gold[is_usable], self.rate)
+                gaps = measure_divergence(new_probe.proxy[is_usable], new_probe.gold[is_usable], self.rate)
                 return detector.update(standardise(gaps, self.scale))
             case Cusum():
-                return detector.update((seen.actions.get(detector.name, 0), sum(seen.actions.values())))
+                return detector.update(
+                    (new_probe.actions.get(detector.name, 0), sum(new_probe.actions.values()))
+                )

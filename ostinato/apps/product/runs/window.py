@@ -42,7 +42,7 @@ def read_part(window: Path, part: str) -> list[dict[str, Any]]:
     return list(Jsonl(window / f"{part}.jsonl").rows())
 
 
-def freeze(
+def write_window(
     folder: Path, store: Store, table: Table, settings: CollectSettings, since: float, now: float
 ) -> dict[str, Any]:
     """Write the window [since, now) atomically, or read it where ``folder`` has one already. Return its
@@ -59,12 +59,14 @@ def freeze(
     facts = {"since": since, "until": now, "upto": upto, "counts": counts, "table": table.revision}
     with atomic_folder(folder) as temporary:
         for name, part in zip(PARTS, parts, strict=True):
-            atomic_write(temporary / f"{name}.jsonl", "".join(f"{to_json(row(pair))}\n" for pair in part))
+            atomic_write(
+                temporary / f"{name}.jsonl", "".join(f"{to_json(build_row(pair))}\n" for pair in part)
+            )
         atomic_write(temporary / "window.json", json.dumps(facts, indent=1))
     return facts
 
 
-def row(pair: Pair) -> dict[str, Any]:
+def build_row(pair: Pair) -> dict[str, Any]:
     """Return the row of a pair as training reads it."""
     return {
         "messages": [dict(message) for message in pair.messages],

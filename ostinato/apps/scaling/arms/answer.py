@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from ostinato.apps.scaling.ablation import REFERENCE, Ablation, Run, ablate
-from ostinato.apps.scaling.answers import Answer, study_json, study_sentences, study_tables
-from ostinato.apps.scaling.arms.kept import ACTED, Row, series_of
+from ostinato.apps.scaling.answers import Answer, build_study_tables, describe_study, write_study_sentences
+from ostinato.apps.scaling.arms.kept import ACTED, Row, build_series
 from ostinato.apps.scaling.fit import PARAMETERS
 from ostinato.every import Axis
 from ostinato.tables import NONE, Table, format_compute
@@ -32,10 +32,15 @@ class Compared:
 
 def compare_runs(rows: Sequence[Row], axis: Axis, first: float = 0.0) -> Compared:
     """Compare runs. Those that are too short for a fit are left out. Raises ValueError in words for runs that
-    do not compare."""
+    cannot be compared, for a line without ``axis``, and if no run of the recipe is left."""
     require_same_questions(rows)
     runs = [
-        Run(arm=row["arm"], seed=row["seed"], series=series_of(row, axis).between(first), ended=row["ended"])
+        Run(
+            arm=row["arm"],
+            seed=row["seed"],
+            series=build_series(row, axis).between(first),
+            ended=row["ended"],
+        )
         for row in rows
     ]
     short_series = [run.series for run in runs if len(run.series) < PARAMETERS]
@@ -48,8 +53,8 @@ def compare_runs(rows: Sequence[Row], axis: Axis, first: float = 0.0) -> Compare
 
 
 def require_same_questions(rows: Sequence[Row]) -> None:
-    """Raise ValueError for runs that do not say on which prompts they were scored, or whose answers were
-    judged by other rewards. Whether the prompts are the same is checked with the curves."""
+    """Raise ValueError for runs that do not say on which prompts they were scored, or that were judged by
+    different rewards. ``series.require_comparable`` checks that the prompts are the same."""
     for row in rows:
         if not row["prompts"]:
             raise ValueError(
@@ -67,17 +72,17 @@ def _label(row: Row) -> str:
     return f"{row['arm']}, seed {row['seed']}"
 
 
-def answer(comparison: Compared, notes: Sequence[str] = ()) -> Answer:
-    """Build the answer from a comparison; ``notes`` come first."""
-    lead = [*notes, *sentences(comparison)]
+def build_answer(comparison: Compared, notes: Sequence[str] = ()) -> Answer:
+    """Build the answer from a comparison, with ``notes`` in front."""
+    lead = [*notes, *write_sentences(comparison)]
     tables = [
-        *study_tables(comparison.study, comparison.axis.unit),
+        *build_study_tables(comparison.study, comparison.axis.unit),
         *_build_acts_tables(comparison.study, comparison.rows),
     ]
     return Answer(result=as_json(comparison) | {"notes": lead}, lead=lead, tables=tables)
 
 
-def sentences(comparison: Compared) -> list[str]:
+def write_sentences(comparison: Compared) -> list[str]:
     """Describe the runs, what is left out or missing, and the study."""
     rows, arms = comparison.rows, comparison.study.arms
     seeds = sorted({row["seed"] for row in rows})
@@ -104,12 +109,12 @@ def sentences(comparison: Compared) -> list[str]:
     for arm in arms:
         if missing_seeds := [seed for seed in seeds if seed not in arm.seeds]:
             lines.append(f"{arm.name} has no run of seed {', '.join(map(str, missing_seeds))} here.")
-    return lines + study_sentences(comparison.study)
+    return lines + write_study_sentences(comparison.study)
 
 
 def _build_acts_tables(study: Ablation, rows: Sequence[Row]) -> list[Table]:
-    """Build the table of how often the parts of each arm acted: a part that never acts cannot make a
-    difference."""
+    """Build the table of how often the parts of each arm acted, since a part that never acts cannot make a
+    difference. There is no table if no run has such a metric."""
     metrics_of = {arm.name: [row["acted"] for row in rows if row["arm"] == arm.name] for arm in study.arms}
     names = [
         name
@@ -121,7 +126,7 @@ def _build_acts_tables(study: Ablation, rows: Sequence[Row]) -> list[Table]:
 
     def format_cell(run_metrics: Sequence[Mapping[str, float]], name: str) -> str:
         values = [metrics[name] for metrics in run_metrics if name in metrics]
-        return _format_share(float(np.mean(values)), of_one=name != "staleness/mean") if values else NONE
+        return _format_share(float(np.mean(values)), is_share=name != "staleness/mean") if values else NONE
 
     cells = [
         (arm, *(format_cell(run_metrics, name) for name in names)) for arm, run_metrics in metrics_of.items()
@@ -135,16 +140,16 @@ def _build_acts_tables(study: Ablation, rows: Sequence[Row]) -> list[Table]:
     return [Table(title="What acted", head=[ACTED[name] for name in names], rows=cells, note=note)]
 
 
-def _format_share(value: float, *, of_one: bool) -> str:
-    """Format a share; "0" means exactly 0."""
+def _format_share(value: float, *, is_share: bool) -> str:
+    """Format a share as a percentage, or another number if not ``is_share``. "0" means exactly 0."""
     if not value:
         return "0"
-    return f"{value:.3g}" if not of_one else "<0.01%" if value < 5e-5 else f"{value:.2%}"
+    return f"{value:.3g}" if not is_share else "<0.01%" if value < 5e-5 else f"{value:.2%}"
 
 
 def as_json(comparison: Compared) -> dict[str, Any]:
     """Return the comparison as a JSON object."""
-    rows, result = comparison.rows, study_json(comparison.study)
+    rows, result = comparison.rows, describe_study(comparison.study)
     for arm in result["arms"]:
         arm_rows = [row for row in rows if row["arm"] == arm["arm"]]
         arm["overrides"] = arm_rows[0]["overrides"] if arm_rows else []

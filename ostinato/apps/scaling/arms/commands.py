@@ -12,16 +12,22 @@ from typing import Any
 from rich.console import Console
 
 from ostinato.apps.scaling.answers import Answer
-from ostinato.apps.scaling.arms import jobs as arms
-from ostinato.apps.scaling.arms.answer import answer, compare_runs
-from ostinato.apps.scaling.arms.compare import compare as race
-from ostinato.apps.scaling.arms.compare import parse_budget, read_arms
-from ostinato.apps.scaling.arms.compared import answer as answer_of
-from ostinato.apps.scaling.arms.compared import curves
-from ostinato.apps.scaling.arms.jobs import Job, State, check, plan
-from ostinato.apps.scaling.arms.kept import MEASURE, Measure, Row, collect, folders_in, read_kept, write_kept
-from ostinato.apps.scaling.commands import show
-from ostinato.apps.scaling.reading import amount
+from ostinato.apps.scaling.arms import jobs as arm_jobs
+from ostinato.apps.scaling.arms.answer import build_answer, compare_runs
+from ostinato.apps.scaling.arms.compare import parse_budget, race_arms, read_arms
+from ostinato.apps.scaling.arms.compared import build_curves, build_race_answer
+from ostinato.apps.scaling.arms.jobs import Job, State, check_jobs, plan_jobs
+from ostinato.apps.scaling.arms.kept import (
+    MEASURE,
+    Measure,
+    Row,
+    collect_lines,
+    list_run_folders,
+    read_kept,
+    write_kept,
+)
+from ostinato.apps.scaling.commands import show_answer
+from ostinato.apps.scaling.reading import parse_amount
 from ostinato.config import Recipe, find_recipe
 from ostinato.every import Axis
 from ostinato.inputs import parse_toml
@@ -56,9 +62,10 @@ class Output:
     page: Path | None = None
 
 
-def command(source: str, overrides: Sequence[str], study: Study, output: Output) -> int:
-    """Run the command and return its exit code. The runs of a recipe are made with ``leave_one_out``, those
-    of an arms file with its ``budget``; runs that exist are only fitted."""
+def run_command(source: str, overrides: Sequence[str], study: Study, output: Output) -> int:
+    """Run the command and return its exit code. ``source`` is a recipe (with ``leave_one_out``), an arms file
+    (with ``budget``), or a folder or file of runs, which are only fitted. Raises ValueError for options of
+    another kind of source."""
     Axis.parse(output.axis, "--axis")  # raises its own error for a wrong axis
     path = Path(source)
     if study.budget:
@@ -66,10 +73,10 @@ def command(source: str, overrides: Sequence[str], study: Study, output: Output)
             raise ValueError(
                 "overrides, --arms and --leave-one-out are for a recipe, and --budget is for an arms file"
             )
-        return compare(path, study, output)
+        return run_arms_file(path, study, output)
     holds_runs = path.is_dir() or source.endswith(".jsonl")
     if study.leave_one_out and not holds_runs:
-        return run(source, overrides, study, output)
+        return run_recipe(source, overrides, study, output)
     if not holds_runs:
         if path.suffix == ".toml" and path.is_file() and "arms" in parse_toml(path.read_text("utf-8")):
             raise ValueError(f'{source} holds arms; add --budget, e.g. --budget "2e14 flops"')
@@ -87,13 +94,13 @@ def command(source: str, overrides: Sequence[str], study: Study, output: Output)
             " --workers and --out, or name the recipe"
         )
     if path.is_dir():
-        show_fits(*collect(folders_in(path), output.measure), output)
+        show_fits(*collect_lines(list_run_folders(path), output.measure), output)
     else:
         show_fits(read_kept(path, output.measure), [], output)
     return 0
 
 
-def run(source: str, overrides: Sequence[str], study: Study, output: Output) -> int:
+def run_recipe(source: str, overrides: Sequence[str], study: Study, output: Output) -> int:
     """Finish the runs of a recipe, then show the fits. Return 1 where a run failed; exit with 130 on
     Ctrl-C."""
     base = Recipe.load(source, *overrides)
@@ -101,24 +108,24 @@ def run(source: str, overrides: Sequence[str], study: Study, output: Output) -> 
         overrides = [*overrides, f"model.dtype={resolve_auto(base).model.dtype}"]
     out = study.out or Path(base.log.dir) / f"{base.name}-ablate"
     seeds = range(base.seed, base.seed + (study.seeds or 2))
-    jobs = plan(source, overrides, seeds=seeds, arms=study.arms, out=out, workers=study.workers)
+    jobs = plan_jobs(source, overrides, seeds=seeds, arms=study.arms, out=out, workers=study.workers)
     states = finish_jobs(jobs, study, out, output.json_file)
     failed = [state for state in states if state.what == "failed"]
     notes = [f"{state.job.folder.name} failed: {state.error}." for state in failed]
     folders = [state.job.folder for state in states if state.what == "done"]
     try:
-        rows, left_out = collect(folders, output.measure)
+        rows, left_out = collect_lines(folders, output.measure)
         show_fits(rows, [*notes, *left_out], output)
     except ValueError as error:  # too few runs are left to compare: show why they failed instead
         if not failed:
             raise
         reason = str(error).rstrip(".") if folders else "no run has come to its end"
         for sentence in (*notes, f"Nothing can be compared: {reason}."):
-            screen(output.json_file).print(sentence, highlight=False, markup=False, soft_wrap=True)
+            make_console(output.json_file).print(sentence, highlight=False, markup=False, soft_wrap=True)
     return 1 if failed else 0
 
 
-def compare(source: Path, study: Study, output: Output) -> int:
+def run_arms_file(source: Path, study: Study, output: Output) -> int:
     """Sweep, choose and race the arms of a file under one budget. Return 1 where a run failed; exit with 130
     on Ctrl-C. Differences are to the arm ``output.against``, or to the first arm of the file."""
     file, terms, against = read_arms(source), parse_budget(study.budget), output.against
@@ -126,10 +133,12 @@ def compare(source: Path, study: Study, output: Output) -> int:
         raise ValueError(f"--against is {against!r}; use one of the arms of {source}: {'; '.join(file.arms)}")
     out = study.out or Path("runs") / f"{source.stem}-compare"
     seeds = range(study.seeds or 3)
-    comparison = race(file, terms, seeds, out, lambda jobs: finish_jobs(jobs, study, out, output.json_file))
-    result = answer_of(comparison, study.budget, file.threshold, against)
-    show(result, output.json_file)
-    write_page(output.page or out / "compare.html", source.stem, result, curves(comparison.lines))
+    comparison = race_arms(
+        file, terms, seeds, out, lambda jobs: finish_jobs(jobs, study, out, output.json_file)
+    )
+    result = build_race_answer(comparison, study.budget, file.threshold, against)
+    show_answer(result, output.json_file)
+    write_page(output.page or out / "compare.html", source.stem, result, build_curves(comparison.lines))
     return 1 if comparison.failed else 0
 
 
@@ -141,31 +150,31 @@ def write_page(path: Path, name: str, answered: Answer, drawn: Sequence[dict[str
 
 
 def show_fits(rows: Sequence[Row], notes: Sequence[str], output: Output) -> None:
-    """Compare runs and show the answer, after writing their lines if a file is given."""
-    axis, first = Axis(output.axis), amount(output.cut, "--cut") if output.cut else 0.0
+    """Write the lines of runs, if a file is given, compare the runs and show the answer."""
+    axis, first = Axis(output.axis), parse_amount(output.cut, "--cut") if output.cut else 0.0
     if output.kept is not None:
         write_kept(output.kept, rows)
-    show(answer(compare_runs(rows, axis, first), notes), output.json_file)
+    show_answer(build_answer(compare_runs(rows, axis, first), notes), output.json_file)
 
 
-def screen(json_file: Path | None) -> Console:
+def make_console(json_file: Path | None) -> Console:
     return Screen(sys.stderr if str(json_file) == "-" else sys.stdout)
 
 
 def finish_jobs(jobs: Sequence[Job], study: Study, out: Path, json_file: Path | None) -> list[State]:
-    """Run all jobs that have not ended, and return their states; exit with 130 on Ctrl-C. Raises ValueError
-    for jobs that cannot run."""
-    check(jobs)
-    console = screen(json_file)
+    """Run all jobs that have not ended, show their progress and return their states; exit with 130 on Ctrl-C.
+    Raises ValueError for jobs that cannot run."""
+    check_jobs(jobs)
+    console = make_console(json_file)
     console.print(f"{len(jobs)} runs in {out}", highlight=False, soft_wrap=True)
     try:
-        return arms.run(jobs, study.workers, progress(console))
+        return arm_jobs.run_jobs(jobs, study.workers, make_progress(console))
     except KeyboardInterrupt:
         console.print("stopped; what was done is kept, and the same command goes on with it")
         raise SystemExit(130) from None
 
 
-def progress(console: Console) -> Callable[[Sequence[State]], None]:
+def make_progress(console: Console) -> Callable[[Sequence[State]], None]:
     """Return a function that prints a line for each run that begins or ends."""
     printed_states: dict[Path, str] = {}
 

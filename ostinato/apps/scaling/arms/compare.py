@@ -20,8 +20,8 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import Field, ValidationError
 
-from ostinato.apps.scaling.arms.jobs import Job, State, arm_recipe, as_run, has_ended
-from ostinato.apps.scaling.arms.kept import prompts, slug
+from ostinato.apps.scaling.arms.jobs import Job, State, has_ended, load_arm_recipe, make_run_recipe
+from ostinato.apps.scaling.arms.kept import make_slug, read_prompts_hash
 from ostinato.apps.scaling.gain import Outcomes
 from ostinato.config import Recipe, resolve_paths
 from ostinato.config.explain import explain
@@ -63,8 +63,8 @@ class ArmsFile(Section):
 
 
 def read_arms(path: Path) -> ArmsFile:
-    """Read an arms file; relative paths in it begin at its folder. Raises ValueError with one sentence for
-    what is wrong."""
+    """Read an arms file; relative paths in it begin at its folder. Raises ValueError with one sentence for a
+    fault, OSError for a file that cannot be read."""
     try:
         tree = parse_toml(path.read_text(encoding="utf-8"))
         file = ArmsFile.model_validate(resolve_paths(tree, path.parent, ArmsFile))
@@ -96,22 +96,24 @@ def parse_budget(text: str) -> Budget:
     return value, unit
 
 
-def amount(recipe: Recipe, value: float, unit: str) -> int | str:
-    """The ``trainer.budget`` of a recipe. An interaction is an episode, and a budget is of whole steps of
-    them."""
+def format_budget(recipe: Recipe, value: float, unit: str) -> int | str:
+    """Return the ``trainer.budget`` of a recipe. Interactions (episodes) are rounded up to whole steps."""
     if unit == "interactions":
         return max(1, math.ceil(value / (recipe.rollout.prompts_per_step * recipe.rollout.group_size)))
     return f"{value:.12g} flops" if unit == "flops" else f"{value / 3600:.9g} hours"
 
 
-def job(file: ArmsFile, name: str, lr: float, seed: int, budget: Budget, out: Path, until: float = 1) -> Job:
-    """The job of a run for the whole budget, or for a share ``until`` of it at first."""
+def make_job(
+    file: ArmsFile, name: str, lr: float, seed: int, budget: Budget, out: Path, until: float = 1
+) -> Job:
+    """Make the job of a run for the share ``until`` of the budget; a later job may go on with the run. Raises
+    ValueError for an arm whose recipe is invalid."""
     arm = file.arms[name]
     keys = [*file.overrides, *CONTROLS[arm.control], *arm.overrides, f'adapter.kind="{arm.method}"']
     keys += [f'model.path="{arm.model}"'] if arm.model else []
     keys += [f"adapter.rank={arm.rank}"] if arm.method == "lora" else ['model.dtype="float32"']
-    recipe = arm_recipe(file.recipe, keys, name, [f"trainer.lr={lr!r}"])
-    trainer = {"budget": amount(recipe, *budget), "steps": LONG, "until": until}
+    recipe = load_arm_recipe(file.recipe, keys, name, [f"trainer.lr={lr!r}"])
+    trainer = {"budget": format_budget(recipe, *budget), "steps": LONG, "until": until}
     recipe = recipe.model_copy(
         update={
             "trainer": recipe.trainer.model_copy(update=trainer),
@@ -119,14 +121,17 @@ def job(file: ArmsFile, name: str, lr: float, seed: int, budget: Budget, out: Pa
             "forecast": recipe.forecast.model_copy(update={"enabled": False}),
         }
     )
-    folder = f"{slug(name)}-lr{lr:g}-s{seed}"
-    return Job(arm=name, seed=seed, folder=out / folder, recipe=as_run(recipe, folder, seed, out, None))
+    folder = f"{make_slug(name)}-lr{lr:g}-s{seed}"
+    return Job(
+        arm=name, seed=seed, folder=out / folder, recipe=make_run_recipe(recipe, folder, seed, out, None)
+    )
 
 
-def validation_scores(job: Job) -> np.ndarray | None:
-    """Share of right answers to each problem of the validation half, at the first score where the job's share
-    of the budget was spent, or at an earlier end of the run. None for a run that has not come so far."""
-    points, trainer = course(job.folder, MAIN_SET), job.recipe.trainer
+def read_validation_scores(job: Job) -> np.ndarray | None:
+    """Read the share of right answers to each problem of the validation half (odd places). The score is the
+    first one after the job's share of the budget, or the last one of a run that ended earlier. None before
+    that."""
+    points, trainer = read_course(job.folder, MAIN_SET), job.recipe.trainer
     budget = Every.parse(trainer.budget, "trainer.budget").part(trainer.until)
     shares = [right_shares for spent, right_shares in points if budget.share(spent) >= 1]
     shares += [right_shares for _, right_shares in points[-1:] if has_ended(job)]
@@ -137,25 +142,25 @@ Run = Callable[[Sequence[Job]], Sequence[State]]
 Scores = dict[str, dict[float, list[float]]]  # of arms and their learning rates, at each of RUNGS
 
 
-def sweep(
+def sweep_rates(
     file: ArmsFile, budget: Budget, out: Path, run: Run, seed: int = 0
 ) -> tuple[dict[str, float], Scores, list[State]]:
     """Return (the learning rate of each arm, scores, states) of successive halving (Jamieson and Talwalkar
     2016).
 
     The runs of the better half, two at least, go on to the end from where they are: at half of the budget a
-    rate that will fall may still lead. No run is made where there is only one rate. An arm without any score
-    is out, and its ``states`` say why.
+    rate that will fall may still lead. No run is made for an arm with only one rate. An arm without any score
+    has no learning rate in the result, and its ``states`` say why.
     """
     rates_of = {name: [*(arm.lrs or file.lrs)] for name, arm in file.arms.items()}
     swept: Scores = {name: {lr: [] for lr in lrs} for name, lrs in rates_of.items() if len(lrs) > 1}
     states = list[State]()
     for share in RUNGS:
-        jobs = [job(file, name, lr, seed, budget, out, share) for name in swept for lr in rates_of[name]]
-        states += run([rate_job for rate_job in jobs if validation_scores(rate_job) is None])
+        jobs = [make_job(file, name, lr, seed, budget, out, share) for name in swept for lr in rates_of[name]]
+        states += run([rate_job for rate_job in jobs if read_validation_scores(rate_job) is None])
         for name in swept:
             rate_scores = {
-                rate_job.recipe.trainer.lr: validation_scores(rate_job)
+                rate_job.recipe.trainer.lr: read_validation_scores(rate_job)
                 for rate_job in jobs
                 if rate_job.arm == name
             }
@@ -170,15 +175,16 @@ def sweep(
     return {name: lrs[0] for name, lrs in rates_of.items() if lrs}, swept, states
 
 
-def course(folder: Path, name: str) -> list[tuple[Mapping[str, float], np.ndarray]]:
-    """(spent, share of right answers to each problem) of every score of the set ``name`` so far."""
+def read_course(folder: Path, name: str) -> list[tuple[Mapping[str, float], np.ndarray]]:
+    """Read (spent, share of right answers to each problem) of every score of the set ``name`` so far."""
     rows = [row for row in RunFolder(folder).eval.rows() if row["set"] == name and "each" in row]
     return [(row["spent"], np.array([right / n if n else 0.0 for n, right in row["each"]])) for row in rows]
 
 
-def line(job: Job, control: str) -> dict[str, Any] | None:
-    """Return a finished run as plain numbers, from which tables are made. None where it has not ended."""
-    points = course(job.folder, MAIN_SET)
+def build_line(job: Job, control: str) -> dict[str, Any] | None:
+    """Return a finished run as plain numbers, from which tables are made; None for a run that has not
+    ended."""
+    points = read_course(job.folder, MAIN_SET)
     if not has_ended(job):
         return None
     folder = RunFolder(job.folder)
@@ -200,10 +206,10 @@ def line(job: Job, control: str) -> dict[str, Any] | None:
         ).tolist(),
         "each": [right.tolist() for _, right in points],
         "others": {
-            name: [right.tolist() for _, right in course(job.folder, name)]
+            name: [right.tolist() for _, right in read_course(job.folder, name)]
             for name in job.recipe.eval.downstream
         },
-        "prompts": prompts(folder, MAIN_SET),
+        "prompts": read_prompts_hash(folder, MAIN_SET),
         "k": first["k"],
         "base_pass_k": first["pass@k"],
         "kept": abilities and abilities.value,
@@ -218,21 +224,23 @@ def line(job: Job, control: str) -> dict[str, Any] | None:
 Line = Mapping[str, Any]
 
 
-def ends(line: Line) -> np.ndarray:
-    """[2, problems] right shares before and after training, on the test half."""
+def select_ends(line: Line) -> np.ndarray:
+    """Select [2, problems] right shares before and after training, on the test half (even places)."""
     return np.array(line["each"])[[0, -1], ::2]
 
 
-def ends_at(line: Line, along: str, where: float) -> np.ndarray:
-    """[2, problems] as ``ends``, but "after" is where ``where`` of ``along`` (compute, played) was spent,
-    linear between scores."""
+def select_ends_at(line: Line, along: str, amount: float) -> np.ndarray:
+    """Select as ``select_ends``, but take "after" at ``amount`` of ``along`` (compute, played), linear
+    between scores."""
     shares = np.array(line["each"])[:, ::2]
-    return np.stack([shares[0], [np.interp(where, line[along], course) for course in shares.T]])
+    return np.stack([shares[0], [np.interp(amount, line[along], course) for course in shares.T]])
 
 
-def outcomes(lines: Sequence[Line], of: Callable[[Line], np.ndarray] = ends) -> dict[str, Outcomes]:
-    """Outcomes of each arm, "before" as the mean over seeds. Raises ValueError for runs on different
-    problems."""
+def collect_outcomes(
+    lines: Sequence[Line], select: Callable[[Line], np.ndarray] = select_ends
+) -> dict[str, Outcomes]:
+    """Collect the outcomes of each arm by ``select``, with the mean over seeds as "before". Raises ValueError
+    for runs on different problems."""
     if len({run["prompts"] for run in lines}) > 1:
         raise ValueError(
             "the runs were scored on different problems, so they do not compare; use one eval set"
@@ -240,7 +248,7 @@ def outcomes(lines: Sequence[Line], of: Callable[[Line], np.ndarray] = ends) -> 
     outcomes_of = {}
     for name in dict.fromkeys(run["arm"] for run in lines):
         arm_lines = [run for run in lines if run["arm"] == name]
-        shares = np.stack([of(run) for run in arm_lines])
+        shares = np.stack([select(run) for run in arm_lines])
         outcomes_of[name] = Outcomes(pre=shares[:, 0].mean(0), post=shares[:, 1])
     return outcomes_of
 
@@ -256,16 +264,16 @@ class Compared:
     failed: Sequence[str]
 
 
-def compare(file: ArmsFile, budget: Budget, seeds: Sequence[int], out: Path, run: Run) -> Compared:
-    """Sweep and race, seed after seed, so that arms can be compared before all is done. ``run`` runs the jobs
-    that have not ended."""
-    chosen, swept, states = sweep(file, budget, out, run, seeds[0])
-    jobs = [job(file, name, lr, seed, budget, out) for seed in seeds for name, lr in chosen.items()]
+def race_arms(file: ArmsFile, budget: Budget, seeds: Sequence[int], out: Path, run: Run) -> Compared:
+    """Sweep the learning rates with the first seed, then race, seed after seed, so that arms can be compared
+    before all runs have ended. ``run`` runs the jobs that have not ended."""
+    chosen, swept, states = sweep_rates(file, budget, out, run, seeds[0])
+    jobs = [make_job(file, name, lr, seed, budget, out) for seed in seeds for name, lr in chosen.items()]
     states += run(jobs)
     lines = [
         run_line
         for run_job in jobs
-        if (run_line := line(run_job, file.arms[run_job.arm].control)) is not None
+        if (run_line := build_line(run_job, file.arms[run_job.arm].control)) is not None
     ]
     failed = [f"{state.job.folder.name} failed: {state.error}" for state in states if state.what == "failed"]
     return Compared(lines=lines, swept=swept, chosen=chosen, failed=failed)

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from ostinato.apps.scaling.answers import Answer, both
-from ostinato.apps.scaling.arms.compare import Compared, Line, ends_at, outcomes
-from ostinato.apps.scaling.gain import Gain, compute_to, front, gains, ratio
+from ostinato.apps.scaling.answers import Answer, format_interval
+from ostinato.apps.scaling.arms.compare import Compared, Line, collect_outcomes, select_ends_at
+from ostinato.apps.scaling.gain import Gain, estimate_gains, estimate_ratio, find_compute_to, find_front
 from ostinato.apps.scaling.posterior import Interval
 from ostinato.tables import NONE, Table, format_compute, format_seconds
 
@@ -24,28 +24,31 @@ NOTE = (
 )
 
 
-def answer(comparison: Compared, budget: str, threshold: float, against: str = "") -> Answer:
-    """Build the answer from finished runs, with differences to the arm ``against`` (else the first). Raises
-    ValueError where no run has ended."""
+def build_race_answer(comparison: Compared, budget: str, threshold: float, against: str = "") -> Answer:
+    """Build the answer from finished runs, with differences to the arm ``against``, or to the first if that
+    has no run. Raises ValueError without a finished run, and for runs on different problems."""
     if not comparison.lines:
         raise ValueError(" ".join(comparison.failed) or "no run has come to its end yet")
     comparison = replace(comparison, lines=sorted(comparison.lines, key=lambda line: line["arm"] != against))
-    arms = outcomes(comparison.lines)
-    gains_of = gains(arms)
+    lines = comparison.lines
+    arms = collect_outcomes(lines)
+    gains_of = estimate_gains(arms)
     best = max(float(gain.post.median) for gain in gains_of.values())
     target = {name: gain.pre.median + threshold * (best - gain.pre.median) for name, gain in gains_of.items()}
-    compute_of = {name: compute_to(*mean_course(comparison.lines, name), target[name]) for name in arms}
-    lines_of = {name: [line for line in comparison.lines if line["arm"] == name] for name in arms}
+    compute_of = {name: find_compute_to(*average_course(lines, name), target[name]) for name in arms}
+    lines_of = {name: [line for line in lines if line["arm"] == name] for name in arms}
     lead = [
-        f"{len(arms)} arms, {len(comparison.lines)} runs of {budget} each.",
+        f"{len(arms)} arms, {len(lines)} runs of {budget} each.",
         *(f"{reason}." for reason in comparison.failed),
-        *sanity(gains_of, lines_of),
+        *check_sanity(gains_of, lines_of),
     ]
     along = "compute" if budget.endswith("interactions") else "played"
-    other_sets = _gain_elsewhere(comparison.lines)
-    common_amount = min(line[along][-1] for line in comparison.lines)
-    gains_at_common = gains(outcomes(comparison.lines, lambda line: ends_at(line, along, common_amount)))
-    ratios_of = per_flop(comparison.lines, threshold)
+    other_sets = _gain_elsewhere(lines)
+    amount = min(line[along][-1] for line in lines)
+    gains_at_common = estimate_gains(
+        collect_outcomes(lines, lambda line: select_ends_at(line, along, amount))
+    )
+    all_points, ratios_of = list_points(lines), compute_ratios(lines, threshold)
     result = {
         "budget": budget,
         "swept": comparison.swept,
@@ -56,18 +59,15 @@ def answer(comparison: Compared, budget: str, threshold: float, against: str = "
         },
         "same": {
             "along": along,
-            "amount": common_amount,
+            "amount": amount,
             "arms": {name: asdict(gain) for name, gain in gains_at_common.items()},
         },
         "compute_to": compute_of,
         "over_first": {
             name: {k: v and asdict(v) for k, v in ratios.items()} for name, ratios in ratios_of.items()
         },
-        "front": [
-            list(points(comparison.lines)[n][:2])
-            for n in front([point[:2] for point in points(comparison.lines)])
-        ],
-        "runs": comparison.lines,
+        "front": [list(all_points[n][:2]) for n in find_front([point[:2] for point in all_points])],
+        "runs": lines,
     }
     unit = {"compute": "FLOP", "played": "interactions"}[along]
     tables = [
@@ -77,28 +77,29 @@ def answer(comparison: Compared, budget: str, threshold: float, against: str = "
             _build_changes_table(f"Not trained: {name}", arms, "All of its problems.")
             for name, arms in other_sets.items()
         ),
-        _build_changes_table(
-            f"All arms at an equal {format_compute(common_amount)} {unit}", gains_at_common, OTHER
-        ),
+        _build_changes_table(f"All arms at an equal {format_compute(amount)} {unit}", gains_at_common, OTHER),
         _build_spending_table(lines_of, comparison),
     ]
     return Answer(result=result, lead=lead, tables=[table for table in tables if table.rows])
 
 
 def _gain_elsewhere(lines: Sequence[Line]) -> dict[str, dict[str, Gain]]:
-    """Gains on other sets by their name, on all of their problems."""
+    """Estimate the gains on the other sets that all runs were scored on, by name, on all of their
+    problems."""
     return {
-        name: gains(outcomes(lines, lambda run, name=name: np.array(run["others"][name])[[0, -1]]))
+        name: estimate_gains(
+            collect_outcomes(lines, lambda run, name=name: np.array(run["others"][name])[[0, -1]])
+        )
         for name in lines[0]["others"]
         if all(line["others"].get(name) for line in lines)
     }
 
 
-def sanity(gains_of: Mapping[str, Gain], lines_of: Mapping[str, Sequence[Line]]) -> list[str]:
-    """Name a control that gains, and arms that differ in the share of answers cut off."""
+def check_sanity(gains_of: Mapping[str, Gain], lines_of: Mapping[str, Sequence[Line]]) -> list[str]:
+    """Name controls that gain, and say if arms differ in the share of answers cut off."""
     notes = [
-        f"{name} was rewarded at random and gained {both(gain.raw, '{:+.3f}')}: what is gained without one "
-        "is elicited, not learned."
+        f"{name} was rewarded at random and gained {format_interval(gain.raw, '{:+.3f}')}: what is gained "
+        "without one is elicited, not learned."
         for name, gain in gains_of.items()
         if lines_of[name][0]["control"] == "random reward" and gain.raw.low > 0
     ]
@@ -112,8 +113,11 @@ def sanity(gains_of: Mapping[str, Gain], lines_of: Mapping[str, Sequence[Line]])
     return notes
 
 
-def mean_course(lines: Sequence[Line], arm: str, along: str = "compute") -> tuple[list[float], list[float]]:
-    """(mean compute, mean score on the test half) of an arm at each of its scores."""
+def average_course(
+    lines: Sequence[Line], arm: str, along: str = "compute"
+) -> tuple[list[float], list[float]]:
+    """Average the compute (or ``along``) and the score on the test half of an arm, at each score that all of
+    its runs have."""
     arm_lines = [line for line in lines if line["arm"] == arm]
     count = min(len(run["compute"]) for run in arm_lines)
     compute = np.mean([run[along][:count] for run in arm_lines], axis=0)
@@ -121,15 +125,17 @@ def mean_course(lines: Sequence[Line], arm: str, along: str = "compute") -> tupl
     return compute.tolist(), score.tolist()
 
 
-def per_flop(lines: Sequence[Line], threshold: float) -> dict[str, dict[str, Interval | None]]:
-    """Ratios to the first arm's run of the same seed, by arm: "gain" per FLOP, and FLOP "to" ``threshold`` of
-    the first arm's gain. None where a run gains nothing or does not get there."""
+def compute_ratios(lines: Sequence[Line], threshold: float) -> dict[str, dict[str, Interval | None]]:
+    """Compute ratios to the first arm's run of the same seed, by arm: "gain" per FLOP, and FLOP "to"
+    ``threshold`` of the first arm's gain. None if a run gains nothing or does not get there."""
     first, runs = lines[0]["arm"], {(line["arm"], line["seed"]): line for line in lines}
 
     def measure_run(arm: str, seed: int) -> tuple[float, float]:
         run, base_scores = runs[arm, seed], _score_run(runs[first, seed])
         score, target = _score_run(run), base_scores[0] + threshold * (base_scores[-1] - base_scores[0])
-        return (score[-1] - score[0]) / run["compute"][-1], compute_to(run["compute"], score.tolist(), target)
+        return (score[-1] - score[0]) / run["compute"][-1], find_compute_to(
+            run["compute"], score.tolist(), target
+        )
 
     ratios_of = {}
     for arm in dict.fromkeys(arm for arm, _ in runs):
@@ -137,33 +143,37 @@ def per_flop(lines: Sequence[Line], threshold: float) -> dict[str, dict[str, Int
         pairs = np.array([[measure_run(name, seed) for seed in seeds] for name in (arm, first)]).reshape(
             2, -1, 2
         )
-        ratios_of[arm] = {key: ratio(*pairs[:, :, index]) for index, key in enumerate(("gain", "to"))}
+        ratios_of[arm] = {
+            key: estimate_ratio(*pairs[:, :, index]) for index, key in enumerate(("gain", "to"))
+        }
     return ratios_of
 
 
 def _score_run(run: Line) -> np.ndarray:
-    """Scores of a run on the test half."""
+    """Compute the scores of a run on the test half."""
     return np.array(run["each"])[:, ::2].mean(1)
 
 
-def points(lines: Sequence[Line], along: str = "compute") -> list[tuple[float, float, str]]:
-    """(compute, score, arm) of all scores of all arms."""
+def list_points(lines: Sequence[Line], along: str = "compute") -> list[tuple[float, float, str]]:
+    """List (compute or ``along``, score, arm) of all average scores of all arms."""
     arms = dict.fromkeys(line["arm"] for line in lines)
-    return [(C, score, arm) for arm in arms for C, score in zip(*mean_course(lines, arm, along), strict=True)]
-
-
-def curves(lines: Sequence[Line]) -> list[dict[str, Any]]:
-    """Charts of the scores of all arms over compute and interactions, with the fronts (scores that no arm
-    beats with as much), in the form that the page draws."""
     return [
-        _build_curve("Score over compute", points(lines), "# FLOP"),
-        _build_curve("Score over interactions", points(lines, "played"), "# episodes"),
+        (C, score, arm) for arm in arms for C, score in zip(*average_course(lines, arm, along), strict=True)
+    ]
+
+
+def build_curves(lines: Sequence[Line]) -> list[dict[str, Any]]:
+    """Build charts of the scores of all arms over compute and interactions, in the form of the page. Each has
+    the front: scores that no arm beats with as much."""
+    return [
+        _build_curve("Score over compute", list_points(lines), "# FLOP"),
+        _build_curve("Score over interactions", list_points(lines, "played"), "# episodes"),
     ]
 
 
 def _build_curve(title: str, all_points: Sequence[tuple[float, float, str]], along: str) -> dict[str, Any]:
     steps = sorted({C for C, _, _ in all_points if C > 0})
-    best = dict(all_points[n][:2] for n in front([point[:2] for point in all_points]))
+    best = dict(all_points[n][:2] for n in find_front([point[:2] for point in all_points]))
     arms = {arm: {C: score for C, score, name in all_points if name == arm} for _, _, arm in all_points}
     series = [
         {"label": label, "color": color, "marker": "dot", "values": [scores_at.get(C) for C in steps]}
@@ -188,9 +198,21 @@ def _build_gains_table(
         best_cell = f"{first['base_pass_k']:.3f} (k {first['k']:.0f})"
         compute_cell = format_compute(compute_of[name]) if math.isfinite(compute_of[name]) else "not reached"
         kept_cell = f"{np.mean(shares):.0%}" if shares else NONE
-        figures = (both(gain.pre), best_cell, both(gain.post), both(gain.raw, "{:+.3f}"), both(gain.H))
+        figures = (
+            format_interval(gain.pre),
+            best_cell,
+            format_interval(gain.post),
+            format_interval(gain.raw, "{:+.3f}"),
+            format_interval(gain.H),
+        )
         rows.append(
-            (f"{name}\n{first['control']}", *figures, both(gain.logit, "{:+.2f}"), compute_cell, kept_cell)
+            (
+                f"{name}\n{first['control']}",
+                *figures,
+                format_interval(gain.logit, "{:+.2f}"),
+                compute_cell,
+                kept_cell,
+            )
         )
     head = (
         "before",
@@ -209,8 +231,8 @@ def _build_changes_table(title: str, gains_of: Mapping[str, Gain], note: str) ->
     rows = [
         (
             name,
-            *(both(gain.pre), both(gain.post), both(gain.raw, "{:+.3f}")),
-            both(gain.less["raw"], "{:+.3f}") if gain.less else NONE,
+            *(format_interval(gain.pre), format_interval(gain.post), format_interval(gain.raw, "{:+.3f}")),
+            format_interval(gain.less["raw"], "{:+.3f}") if gain.less else NONE,
         )
         for name, gain in gains_of.items()
     ]
@@ -225,8 +247,8 @@ def _build_difference_table(
     rows = [
         (
             name,
-            *(both(gain.less[key], "{:+.3f}") for key in ("post", "raw", "H", "logit")),
-            *(both(ratios_of[name][key], "{:.2f}") for key in ("gain", "to")),
+            *(format_interval(gain.less[key], "{:+.3f}") for key in ("post", "raw", "H", "logit")),
+            *(format_interval(ratios_of[name][key], "{:.2f}") for key in ("gain", "to")),
         )
         for name, gain in gains_of.items()
         if gain.less

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ostinato.apps.scaling.ablation import REFERENCE
-from ostinato.apps.scaling.arms.kept import backwards, is_ended, slug
+from ostinato.apps.scaling.arms.kept import has_own_end, iterate_reversed, make_slug
 from ostinato.config import Recipe, check_files, dump_toml
 from ostinato.every import Every
 from ostinato.lock import Locked, hold_lock
@@ -39,7 +39,7 @@ class Job:
     recipe: Recipe
 
 
-def plan(
+def plan_jobs(
     source: str | Path,
     overrides: Sequence[str],
     *,
@@ -50,18 +50,18 @@ def plan(
 ) -> list[Job]:
     """Plan the runs of the recipe and of its arms (all, or ``arms`` by name), seed after seed.
 
-    Runs of a seed have the seed in common and nothing else is random, so they share prompts, initial adapters
-    and noise. Raises ValueError in words for arms that are not there, change nothing, or are no recipes.
+    Nothing but the seed is random, so runs of a seed share prompts, initial adapters and noise. Raises
+    ValueError for arms that are unknown, change nothing, are no recipes, or have no folder name of their own.
     """
     base = Recipe.load(source, *overrides)
     chosen_arms = _choose_arms(base, source, arms)
     recipe_of: dict[str, tuple[str, Recipe]] = {}
     for name, arm_overrides in {REFERENCE: (), **chosen_arms}.items():
-        folder = slug(name)
+        folder = make_slug(name)
         if not folder or folder in recipe_of:
             reason = f"that of {recipe_of[folder][0]!r}" if folder else "empty"
             raise ValueError(f"the folder name of arm {name!r} would be {reason}; give the arm another name")
-        recipe_of[folder] = (name, arm_recipe(source, overrides, name, arm_overrides))
+        recipe_of[folder] = (name, load_arm_recipe(source, overrides, name, arm_overrides))
         is_same = recipe_of[folder][1].model_copy(update={"name": base.name, "seed": base.seed}) == base
         if is_same and name != REFERENCE:
             raise ValueError(
@@ -73,7 +73,7 @@ def plan(
             arm=name,
             seed=seed,
             folder=out / f"{folder}-s{seed}",
-            recipe=as_run(recipe, f"{folder}-s{seed}", seed, out, threads),
+            recipe=make_run_recipe(recipe, f"{folder}-s{seed}", seed, out, threads),
         )
         for seed in seeds
         for folder, (name, recipe) in recipe_of.items()
@@ -97,30 +97,34 @@ def _choose_arms(base: Recipe, source: str | Path, arms: Sequence[str]) -> Mappi
     return {name: arms_of_recipe[name] for name in arms or arms_of_recipe}
 
 
-def arm_recipe(source: str | Path, overrides: Sequence[str], name: str, own: Sequence[str]) -> Recipe:
-    """Load the recipe of an arm. Raises ValueError that names the arm."""
+def load_arm_recipe(
+    source: str | Path, overrides: Sequence[str], name: str, arm_overrides: Sequence[str]
+) -> Recipe:
+    """Load the recipe of an arm. Raises ValueError for an invalid one, which names the arm if it has
+    overrides."""
     try:
-        return Recipe.load(source, *overrides, *own)
+        return Recipe.load(source, *overrides, *arm_overrides)
     except ValueError as error:
-        raise ValueError(f"arm {name!r}: {error}" if own else str(error)) from None
+        raise ValueError(f"arm {name!r}: {error}" if arm_overrides else str(error)) from None
 
 
 def _share_threads(base: Recipe, workers: int) -> int | None:
-    """Threads of each of several workers; None leaves the recipe as it is."""
+    """Return the threads of each of several workers; None for one worker, or if the recipe sets them."""
     if workers == 1 or base.engine.threads != "auto":
         return None
     return max(1, (os.cpu_count() or 1) // workers)
 
 
-def as_run(recipe: Recipe, name: str, seed: int, out: Path, threads: int | None) -> Recipe:
+def make_run_recipe(recipe: Recipe, name: str, seed: int, out: Path, threads: int | None) -> Recipe:
     """Return the recipe of a run with its name, seed, folder and threads."""
     engine = recipe.engine if threads is None else recipe.engine.model_copy(update={"threads": threads})
     log = recipe.log.model_copy(update={"dir": str(out)})
     return recipe.model_copy(update={"name": name, "seed": seed, "engine": engine, "log": log})
 
 
-def check(jobs: Sequence[Job]) -> None:
-    """Raise ValueError for an arm whose algorithm is none, and for folders that have other runs."""
+def check_jobs(jobs: Sequence[Job]) -> None:
+    """Raise ValueError for an arm that cannot be trained or whose files are missing, and for a folder that
+    has the run of another recipe."""
     from ostinato.launch.checks import check
 
     for job in jobs:
@@ -136,8 +140,8 @@ def check(jobs: Sequence[Job]) -> None:
 
 
 def _find_difference(job: Job) -> str:
-    """Return the first key that has another value in the run of the job's folder, leaving out keys that
-    change no result. Empty where there is none."""
+    """Return the first key that has another value in the run of the job's folder; "" if there is none. Keys
+    that change no result are left out."""
     existing_tree, planned_tree = (
         Recipe.load(job.folder / "recipe.toml").model_dump(),
         job.recipe.model_dump(),
@@ -185,23 +189,24 @@ class _Child:
     process: subprocess.Popen[bytes]
 
 
-def train_command(folder: Path) -> list[str]:
-    """The command that begins the run in ``folder``, or goes on with it."""
+def make_train_command(folder: Path) -> list[str]:
+    """Return the command that begins the run in ``folder``, or goes on with it."""
     return [sys.executable, "-m", "ostinato", "resume", str(folder)]
 
 
-def run(
+def run_jobs(
     jobs: Sequence[Job],
     workers: int,
     show: Callable[[Sequence[State]], None],
     *,
-    command: Callable[[Path], list[str]] = train_command,
+    command: Callable[[Path], list[str]] = make_train_command,
     pause: Callable[[], object] = lambda: time.sleep(LOOK_S),
 ) -> list[State]:
     """Run all jobs that have not ended, ``workers`` at once, and return their last states.
 
-    A run that fails is named and does not keep the others from running. KeyboardInterrupt (Ctrl-C; SIGTERM
-    raises one) stops the children, waits until they have saved, and is raised again.
+    ``show`` gets all states in each round. A run that fails has its error in its state, and the others run
+    on. Any exception, such as KeyboardInterrupt (by Ctrl-C or SIGTERM), stops the children; it is raised
+    again once they have saved.
     """
     states = {job.folder: _read_state(job) for job in jobs}
     waiting_jobs = [job for job in jobs if states[job.folder].what != "done"]
@@ -211,23 +216,24 @@ def run(
             while waiting_jobs or children:
                 while waiting_jobs and len(children) < workers:
                     job = waiting_jobs.pop(0)
-                    child, error = _start(job, command)
+                    child, error = _start_child(job, command)
                     children += [] if child is None else [child]
                     states[job.folder] = State(job=job, what="failed" if error else "running", error=error)
                 for child in children:
-                    states[child.job.folder] = _look(child)
-                # by the states above: a child that has ended since is looked at in the next round
+                    states[child.job.folder] = _read_child_state(child)
+                # by the states above, so that a child that has ended since then is looked at once more
                 children = [child for child in children if states[child.job.folder].what == "running"]
                 show(list(states.values()))
                 if children:
                     pause()
         finally:
-            _stop([child.process for child in children])
+            _stop_children([child.process for child in children])
     return list(states.values())
 
 
-def _start(job: Job, command: Callable[[Path], list[str]]) -> tuple[_Child | None, str]:
-    """Return (the child, "") or (None, the reason)."""
+def _start_child(job: Job, command: Callable[[Path], list[str]]) -> tuple[_Child | None, str]:
+    """Make the run folder of a job, unless it exists, and start its child. Return (the child, ""), or (None,
+    the reason) if another process has the folder."""
     job.folder.mkdir(parents=True, exist_ok=True)
     try:
         with hold_lock(job.folder):
@@ -251,37 +257,38 @@ def _read_state(job: Job) -> State:
 
 
 def has_ended(job: Job) -> bool:
-    """Whether the run of a job has ended, and not at a smaller share of its budget than the job's."""
+    """Whether the run of a job has ended for good, and not because a smaller share of its budget was
+    spent."""
     run, budget = RunFolder(job.folder), Every.parse(job.recipe.trainer.budget, "trainer.budget")
-    end_row, score_row = (next(backwards(log), {}) for log in (run.ledger, run.eval))
+    end_row, score_row = (next(iterate_reversed(log), {}) for log in (run.ledger, run.eval))
     is_short = (
         end_row.get("why") == "spent" and budget.share(score_row.get("spent", {})) < job.recipe.trainer.until
     )
-    return is_ended(job.folder) and not is_short
+    return has_own_end(job.folder) and not is_short
 
 
-def _look(child: _Child) -> State:
+def _read_child_state(child: _Child) -> State:
     code, folder = child.process.poll(), child.job.folder
-    what = "running" if code is None else "done" if is_ended(folder) else "failed"
+    what = "running" if code is None else "done" if has_own_end(folder) else "failed"
     error = _read_error(folder, code) if what == "failed" else ""
     return State(job=child.job, what=what, step=_read_step(folder), error=error)
 
 
 def _read_step(folder: Path) -> int:
-    """The last step that a run has finished; 0 for a run that has not begun."""
-    return next((int(row["step"]) for row in backwards(RunFolder(folder).metrics)), 0)
+    """Read the last step that a run has finished; 0 for a run that has not begun."""
+    return next((int(row["step"]) for row in iterate_reversed(RunFolder(folder).metrics)), 0)
 
 
 def _read_error(folder: Path, code: int | None) -> str:
-    """The error of a child that failed: its last line."""
+    """Read the error of a child that failed: its last line, or its exit code without output."""
     lines = (folder / LOG).read_text(encoding="utf-8", errors="replace").splitlines()
     output = [line for line in lines if line.strip()]
     errors = [line for line in output[-20:] if line.startswith("ostinato:")]
     return (errors or output or [""])[-1].removeprefix("ostinato:").strip() or f"exit code {code}"
 
 
-def _stop(children: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Send SIGTERM, wait until all children have saved, kill those that do not end."""
+def _stop_children(children: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Send SIGTERM to all children and wait until they have saved. Kill those that do not end in time."""
     for child in children:
         child.send_signal(signal.SIGTERM)  # the child finishes its step, or gives it up after some time
     limit = time.monotonic() + PATIENCE_S

@@ -60,18 +60,21 @@ class Measure:
 MEASURE = Measure()
 
 
-def slug(name: str) -> str:
+def make_slug(name: str) -> str:
     """Return the name of an arm in folder names: "CISPO -> DAPO clip" is cispo-dapo-clip; that of the recipe
     is recipe."""
     return OF_RECIPE if name == REFERENCE else "-".join(re.findall(r"[a-z0-9]+", name.lower()))
 
 
-def keep(folder: Path, measure: Measure = MEASURE) -> dict[str, Any]:
-    """Read the line of a run. Raises ValueError for a run without evaluations or a ledger."""
+def read_line(folder: Path, measure: Measure = MEASURE) -> dict[str, Any]:
+    """Read the line of a run, with compute on every axis that it has. Raises ValueError if it can be read on
+    no axis."""
     data = RunRows(RunFolder.open(folder)).read()
     match = FOLDER.fullmatch(folder.resolve().name)
     arm_slug = match["slug"] if match else folder.name
-    arms = {slug(name): (name, list(changes)) for name, changes in data.setting("ablate.arms", {}).items()}
+    arms = {
+        make_slug(name): (name, list(changes)) for name, changes in data.setting("ablate.arms", {}).items()
+    }
     arm, overrides = arms.get(arm_slug, (REFERENCE if arm_slug == OF_RECIPE else arm_slug, []))
     by_axis, errors = {}, []
     for axis in Axis:
@@ -89,8 +92,8 @@ def keep(folder: Path, measure: Measure = MEASURE) -> dict[str, Any]:
         "seed": int(match["seed"]) if match and match["seed"] else data.setting("seed", 0),
         "overrides": overrides,
         "held_out": series.held_out,
-        "prompts": prompts(RunFolder(folder), measure.split),
-        "judged": scoring_rule(data),
+        "prompts": read_prompts_hash(RunFolder(folder), measure.split),
+        "judged": format_scoring_rule(data),
         **asdict(measure),
         "R0": series.R0,
         "R0_stderr": series.R0_stderr,
@@ -98,29 +101,29 @@ def keep(folder: Path, measure: Measure = MEASURE) -> dict[str, Any]:
         "stderr": None if series.stderr is None else series.stderr.tolist(),
         "unmeasured": series.unmeasured,
         "compute": {str(axis): axis_series.compute.tolist() for axis, axis_series in by_axis.items()},
-        "ended": is_ended(folder),
+        "ended": has_own_end(folder),
         "acted": measure_acts(data),
     }
 
 
-def prompts(run: RunFolder, split: str) -> str:
-    """The hash of the prompts that a run was scored on, as the run itself recorded it: the text of a recipe
-    stays the same while the file that it names is edited. An arm may sample its answers otherwise (a budget
-    of thinking, a temperature) and still answer the same questions. Empty where the run does not have it."""
+def read_prompts_hash(run: RunFolder, split: str) -> str:
+    """Read the hash of the prompts that a run was scored on. The run recorded it itself, since the file that
+    a recipe names may be edited. An arm that samples its answers otherwise (a budget of thinking, a
+    temperature) has the same hash. "" if the run has no hash, or several."""
     rows = (row for row in run.eval.rows() if row.get("set", row["split"]) == split)
     hashes = {row.get("prompts", "") for row in rows}
     return hashes.pop() if len(hashes) == 1 else ""
 
 
-def scoring_rule(data: RunRows) -> str:
-    """The settings that turn answers into scores, as JSON."""
+def format_scoring_rule(data: RunRows) -> str:
+    """Return the settings that turn answers into scores, as JSON."""
     keys = ("functions", "weights", "solved_at")
     return json.dumps({key: data.setting(f"reward.{key}") for key in keys}, default=str)
 
 
 def measure_acts(data: RunRows) -> dict[str, float]:
-    """How often the parts of the recipe acted: each metric of ``ACTED`` that the run has, as the mean over
-    its steps, or of its last step."""
+    """Measure how often the parts of the recipe acted: each metric of ``ACTED`` that the run has, as the mean
+    over its steps or, for ``AT_THE_END``, of its last step."""
     values = {
         name: number(data.metrics[-1], name) if name in AT_THE_END else mean(data.metrics, name)
         for name in ACTED
@@ -129,28 +132,28 @@ def measure_acts(data: RunRows) -> dict[str, float]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def is_ended(folder: Path) -> bool:
-    """Whether the run in ``folder`` has come to an end of its own."""
-    last = next(backwards(RunFolder(folder).ledger), {})
+def has_own_end(folder: Path) -> bool:
+    """Whether the run in ``folder`` has come to an end that no resuming would change."""
+    last = next(iterate_reversed(RunFolder(folder).ledger), {})
     return last.get("event") == "end" and last.get("why") in ENDED
 
 
-def backwards(log: Jsonl, most: int = 1 << 18) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a log from its end, as many as its last ``most`` bytes have: the cost does not grow
-    with the log."""
+def iterate_reversed(log: Jsonl, max_bytes: int = 1 << 18) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a log from the last one back, out of its last ``max_bytes`` bytes, so that the cost
+    does not grow with the log. Torn and damaged rows are skipped. A missing log has no rows."""
     if not log.path.exists():
         return
     with log.path.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - most))
+        file.seek(max(0, file.seek(0, os.SEEK_END) - max_bytes))
         lines = file.read().split(b"\n")[:-1]  # anything after the last newline is a torn row
     for line in reversed(lines):
         with suppress(ValueError):  # the first may have lost its beginning
             yield parse_json(line, surrogates=True)
 
 
-def series_of(row: Row, axis: Axis) -> Series:
-    """Return the scores of a line as a series. Series compare where the prompts are the same, see
-    ``prompts``. Raises ValueError where the line lacks ``axis``."""
+def build_series(row: Row, axis: Axis) -> Series:
+    """Build the series of a line's scores, with the hash of its prompts as held-out set. Raises ValueError
+    where the line lacks ``axis``."""
     name = f"{row['arm']}, seed {row['seed']}"
     compute = row["compute"].get(axis)
     if compute is None:
@@ -169,30 +172,32 @@ def series_of(row: Row, axis: Axis) -> Series:
     )
 
 
-def folders_in(root: Path) -> list[Path]:
-    """Run folders directly in ``root``, by name."""
+def list_run_folders(root: Path) -> list[Path]:
+    """List the run folders directly in ``root``, by name."""
     return sorted(path for path in root.iterdir() if (path / "recipe.toml").is_file())
 
 
-def collect(folders: Iterable[Path], measure: Measure = MEASURE) -> tuple[list[dict[str, Any]], list[str]]:
+def collect_lines(
+    folders: Iterable[Path], measure: Measure = MEASURE
+) -> tuple[list[dict[str, Any]], list[str]]:
     """Return (lines of runs, why others are left out): the recipe first, then its arms in the order in which
-    it names them, by seed. Raises ValueError where no run can be read."""
+    it names them, by seed. Raises ValueError if no run can be read."""
     rows: list[dict[str, Any]] = []
     order, left_out = [OF_RECIPE], list[str]()
     for folder in folders:
         try:
-            rows.append(keep(folder, measure))
+            rows.append(read_line(folder, measure))
         except ValueError as error:
             left_out.append(f"{folder.name} is left out: {error}.")
             continue
         arms = RunRows(RunFolder.open(folder)).read().setting("ablate.arms", {})
-        order += [slug(name) for name in arms if slug(name) not in order]
+        order += [make_slug(name) for name in arms if make_slug(name) not in order]
     if not rows:
         raise ValueError(
             " ".join(left_out) or "there is no run folder to read; name a folder that holds runs"
         )
     rank_of = {name: rank for rank, name in enumerate(order)}
-    rows.sort(key=lambda row: (rank_of.get(slug(row["arm"]), len(order)), row["arm"], row["seed"]))
+    rows.sort(key=lambda row: (rank_of.get(make_slug(row["arm"]), len(order)), row["arm"], row["seed"]))
     return rows, left_out
 
 
