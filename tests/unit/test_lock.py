@@ -20,9 +20,9 @@ from ostinato.run import RunFolder
 HOLDER = """
 import subprocess, sys, time
 from pathlib import Path
-from ostinato.lock import locked
+from ostinato.lock import hold_lock
 
-with locked(Path(sys.argv[1])):
+with hold_lock(Path(sys.argv[1])):
     child = subprocess.Popen(["sleep", "600"], close_fds=False)  # as a reward worker, a rank ...
     print(child.pid, flush=True)
     time.sleep(600)

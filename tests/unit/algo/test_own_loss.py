@@ -67,7 +67,7 @@ def test_ppo_by_hand_is_the_clipped_loss(file: Path) -> None:
         ("mean", "one value per token"),
         ("constant", "without a gradient"),
         ("broken", "NameError"),
-        ("no", "no function"),
+        ("no", "has no 'no'"),
     ],
 )
 def test_what_is_no_loss_is_refused_before_any_work(file: Path, name: str, wrong: str) -> None:

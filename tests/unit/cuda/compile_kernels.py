@@ -27,7 +27,7 @@ POINTERS = {
     "*fp32": "parts lses logprobs edges cuts temperature top_p min_p scores weights bias lse deltas",
     "*fp64": "u masses",
     "*i32": "tables sequence lengths tile_first tile_count order places spans tiles readers starts owners",
-    "*i64": "slots tokens targets ids given native",
+    "*i64": "slots tokens targets ids routing native",
     "fp32": "eps scale sign scaling",
 }
 TYPES = {name: kind for kind, names in POINTERS.items() for name in names.split()}
