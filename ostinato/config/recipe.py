@@ -62,7 +62,7 @@ class Recipe(Section):
     """All settings of a run. ``Recipe.load`` reads one; ``dump_toml`` writes it back."""
 
     name: str = "recipe"  # of the run folder; the file's name unless given
-    seed: Seed = 0
+    seed: Seed = 0  # of the adapter's start and the noise of sampling; prompts and their order: task.seed
     model: ModelSection = ModelSection()
     adapter: AdapterSection = AdapterSection()
     teacher: TeacherSection = TeacherSection()

@@ -75,7 +75,7 @@ class TaskSection(OneTask):
     or "seeds": numbers for ``env``, the default with one. With tables ``[[task.mix]]`` these have the keys,
     but for ``seed``."""
 
-    seed: Seed = 0
+    seed: Seed = 0  # of prompts and their order
     mix: Annotated[tuple[MixedTask, ...], Field(strict=False)] = ()  # several tasks, as below
 
     @property
