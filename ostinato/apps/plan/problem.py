@@ -244,7 +244,7 @@ def find_model(name: str) -> Model:
         hub = config.raw["_name_or_path"]
         if {short, short.removesuffix("-instruct")} & {file.stem, hub.rpartition("/")[2].lower()}:
             return Model(name=file.stem, path=name if "/" in name else hub, config=config)
-    if (_ASSETS / short / "config.json").is_file():
+    if "/" not in short and (_ASSETS / short / "config.json").is_file():  # "/" makes it another folder
         return Model(name=short, path=f"asset:{short}", config=read_config(_ASSETS / short))
     if path.is_dir():
         return Model(name=path.resolve().name, path=str(path), config=read_config(path))

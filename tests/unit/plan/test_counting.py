@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -194,7 +195,12 @@ def test_adapter_counts_are_those_of_tensors(
 
 def test_models_by_name(tmp_path: Any) -> None:
     assert "kimi-k2" in known_models()
-    assert find_model("asset:seed-moe").config == config_of("seed-moe")
+    asset = find_model("asset:seed-moe")
+    assert asset.config == config_of("seed-moe") and asset.path == "asset:seed-moe"
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(asset.config.raw))
+    assert find_model(str(folder)).path == str(folder)  # a launch file had asset: in front of it
     with pytest.raises(ValueError, match="did you mean kimi-k2"):
         find_model("kimi-k")
     broken = tmp_path / "config.json"
