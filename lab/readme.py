@@ -92,20 +92,6 @@ def _rollouts(data: Data) -> str:
     return "\n\n".join((_prose(text), table, _prose(f"{after}Drawing the tokens takes {drawn} of our step.")))
 
 
-def _decode(data: Data) -> str:
-    rows = [
-        [
-            row["batch"],
-            *(f"{row['ms'][part]:.2f}" for part in ("step", "fused_forward", "fused_draw", "roofline")),
-            f"{row['roofline_share']:.2f}",
-        ]
-        for row in data["batches"]
-    ]
-    head = ["batch", "step", "layers", "head and draw", "matrix products alone", "these over the step"]
-    what = f"A decode step by itself ({_name(data['model'])}, {data['dtype']}), milliseconds:"
-    return f"{what}\n\n{markdown(head, rows)}"
-
-
 def _train(data: Data) -> str:
     split = ", ".join(f"{part} {seconds:.2f}" for part, seconds in data["split"].items())
     rows = [
@@ -218,33 +204,6 @@ def _quickstart(data: Data) -> str:
     return markdown(head, rows)
 
 
-def _replay(data: Data) -> str:
-    rows = [
-        [
-            row["engine"],
-            f"{_span(row, 'k3_native')} -> {_span(row, 'k3_replay')}: {row['k3_ratio']:.1f}x lower",
-            f"tau {row['tau']:.3g}: {_small(row['F_native'])} -> {_small(row['F_replay'])}, "
-            f"{row['F_ratio']:.0f}x",
-            f"{row['step_time_ratio']:.2f}",
-        ]
-        for row in data["rows"]
-        if row["trainer"] == "float32" and row["steps"] == 0
-    ]
-    head = ["engine", "k3, nats per token, native -> replayed (95 %)", "F(tau), native -> replayed"]
-    return markdown([*head, "a training step with replay, over without"], rows)
-
-
-def _span(row: Data, name: str) -> str:
-    low, high = row[f"{name}_low"], row[f"{name}_high"]
-    return f"{_small(row[name])} ({_small(low)} to {_small(high)})"
-
-
-def _small(value: float) -> str:
-    """3.5e-4, not 3.5e-04."""
-    digits, _, exponent = f"{value:.1e}".partition("e")
-    return f"{digits}e{int(exponent)}"
-
-
 def _weights(data: Data) -> str:
     ratios = ", ".join(
         f"{row['weights']['int8']['speedup']:.2f}x at {row['batch']}" for row in data["batches"]
@@ -272,12 +231,10 @@ def _prose(text: str) -> str:
 BLOCKS: dict[str, Callable[[Data], str]] = {
     "quickstart": _quickstart,
     "rollouts": _rollouts,
-    "decode": _decode,
     "train": _train,
     "train-sft": _train_sft,
     "serve": _serve,
     "draft": _draft,
-    "replay": _replay,
     "weights": _weights,
     "scaling": _scaling,
 }
