@@ -69,7 +69,7 @@ class FutureBody(Body):
     allow_metadata_only: bool = False
 
 
-class Door:
+class Handlers:
     """The handlers of one server."""
 
     def __init__(self, work: Work, registry: Registry, futures: Futures, key: str = "") -> None:
@@ -289,12 +289,12 @@ async def _read_json(request: Request) -> dict[str, Any]:
 def new_app(work: Work, registry: Registry, *, key: str = "") -> Starlette:
     """Make the application. ``key``: the API key of clients; "": none. ``state.ending()`` ends long polls."""
     futures = Futures(registry, work.run)
-    door, listings = Door(work, registry, futures, key), Listings(work, registry)
+    handlers, listings = Handlers(work, registry, futures, key), Listings(work, registry)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         futures.resume()
-        cleaning = asyncio.create_task(door.keep_clean())
+        cleaning = asyncio.create_task(handlers.keep_clean())
         try:
             yield
         finally:
@@ -304,7 +304,7 @@ def new_app(work: Work, registry: Registry, *, key: str = "") -> Starlette:
             log.info("ended, models saved; %d requests run at the next start", len(registry.pending()))
 
     def route(path: str, handler: Handler, *methods: str) -> Route:
-        return Route(f"/api/v1{path}", door.guard(handler), methods=methods or ("POST",))
+        return Route(f"/api/v1{path}", handlers.guard(handler), methods=methods or ("POST",))
 
     async def handle_failure(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -315,25 +315,25 @@ def new_app(work: Work, registry: Registry, *, key: str = "") -> Starlette:
     kinds = ("optim_step", "save_weights", "save_weights_for_sampler", "save_weights_external")
     app = Starlette(
         routes=[
-            route("/client/config", door.client_config),
-            route("/client/dynamic_config", door.dynamic_config),
-            route("/create_session", door.create_session),
-            route("/session_heartbeat", door.heartbeat),
-            route("/sessions/{session}/finish", door.finish_session),
-            route("/telemetry", door.telemetry),
-            route("/healthz", door.healthz, "GET"),
-            route("/get_server_capabilities", door.capabilities, "GET"),
-            route("/create_model", door.create_model),
-            route("/load_weights", door.load_weights),
-            route("/forward_backward", door.forward_backward),
-            *(route(f"/{kind}", door.of_model(kind)) for kind in kinds),
-            route("/asample", door.asample),
-            route("/retrieve_future", door.retrieve),
-            route("/cancel_future", door.cancel),
-            route("/get_info", door.get_info),
-            route("/unload_model", door.unload_model),
-            route("/create_sampling_session", door.create_sampler),
-            route("/samplers/{sampler}", door.sampler, "GET"),
+            route("/client/config", handlers.client_config),
+            route("/client/dynamic_config", handlers.dynamic_config),
+            route("/create_session", handlers.create_session),
+            route("/session_heartbeat", handlers.heartbeat),
+            route("/sessions/{session}/finish", handlers.finish_session),
+            route("/telemetry", handlers.telemetry),
+            route("/healthz", handlers.healthz, "GET"),
+            route("/get_server_capabilities", handlers.capabilities, "GET"),
+            route("/create_model", handlers.create_model),
+            route("/load_weights", handlers.load_weights),
+            route("/forward_backward", handlers.forward_backward),
+            *(route(f"/{kind}", handlers.of_model(kind)) for kind in kinds),
+            route("/asample", handlers.asample),
+            route("/retrieve_future", handlers.retrieve),
+            route("/cancel_future", handlers.cancel),
+            route("/get_info", handlers.get_info),
+            route("/unload_model", handlers.unload_model),
+            route("/create_sampling_session", handlers.create_sampler),
+            route("/samplers/{sampler}", handlers.sampler, "GET"),
             *(route(path, handler, method) for path, method, handler in listings.routes()),
         ],
         exception_handlers={HTTPException: handle_failure},

@@ -29,7 +29,7 @@ tinker = pytest.importorskip("tinker", reason='pip install -c constraints.txt "o
 from tinker.proto import tinker_public_pb2 as pb  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 from ostinato.apps.serve.thread import EngineThread  # noqa: E402
-from ostinato.apps.tinker.app import Door, new_app  # noqa: E402
+from ostinato.apps.tinker.app import Handlers, new_app  # noqa: E402
 from ostinato.apps.tinker.futures import Futures  # noqa: E402
 from ostinato.apps.tinker.registry import DONE, FAILED, Registry, UserError  # noqa: E402
 from ostinato.apps.tinker.samplers import Base  # noqa: E402
@@ -380,12 +380,12 @@ def test_a_client_that_goes_without_a_word_leaves_its_models_alone(
         assert {file.name for file in tmp_path.glob("samplers/*/*")} == {"ostinato_adapter.safetensors"}
         assert "path" in await client.done("/save_weights", model_id=model, seq_id=3, path="a", ttl_seconds=0)
         assert "path" in await client.done("/save_weights", model_id=model, seq_id=4, path="b")
-        door = Door(life.work, life.registry, life.futures)
-        await door.clean_up(gone_s=60.0)
+        handlers = Handlers(life.work, life.registry, life.futures)
+        await handlers.clean_up(gone_s=60.0)
         assert len([*tmp_path.glob("samplers/*")]) == 2
         assert [folder.name for folder in tmp_path.glob("checkpoints/*/weights/*")] == ["b"]
         for _ in range(2):  # the second time there is nobody to wait for
-            await door.clean_up(gone_s=0.0)
+            await handlers.clean_up(gone_s=0.0)
         assert not [*tmp_path.glob("samplers/*")]
         assert caplog.text.count("has no client: 2 samplers without a name deleted") == 1
         assert "metrics" in await client.done("/optim_step", model_id=model, seq_id=5, adam_params={})
