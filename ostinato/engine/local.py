@@ -31,7 +31,7 @@ from ostinato.engine.paged import KVStore, count_block_bytes
 from ostinato.engine.postprocess import StepOutput, find_sampling_rows, postprocess
 from ostinato.engine.requests import Limits, Results, await_result, new_completion, new_sequence
 from ostinato.engine.routes import RouteStore
-from ostinato.engine.runner import Policies, Runner
+from ostinato.engine.runner import Policies, Runner, ServedPolicy
 from ostinato.engine.sampler import Drawn
 from ostinato.engine.scheduler import Scheduler
 from ostinato.engine.sequences import Sequence, SequenceTable
@@ -121,9 +121,9 @@ class LocalEngine:
         """The version of the policy without a name."""
         return self.policies.versions[0]
 
-    def publish(self, adapters: Adapters | None, version: int, policy: str = "") -> None:
-        """Serve a copy of ``adapters`` (None: the base) from the next step on. Raises NotFinite, changing
-        nothing.
+    def publish(self, adapters: Adapters | ServedPolicy | None, version: int, policy: str = "") -> None:
+        """Serve a copy of ``adapters`` (None: the base), or what ``prepare_policy`` returned, from the next
+        step on. Raises NotFinite, changing nothing.
 
         Without a name it is the policy being trained: running requests continue under it, and the prefix
         tree is cleared. A named policy is for new requests; running ones end under the policy they began

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -43,11 +43,27 @@ _LOGIT_BYTES = 64 << 20  # logits held at once; rows beyond it are sampled in ch
 
 @dataclass(slots=True)
 class ServedPolicy:
-    """A served policy: a copy of its adapters, also prepared for passes."""
+    """A served policy: adapters that nobody changes, also prepared for passes."""
 
     adapters: Adapters | None
     prepared: Prepared | None
     fingerprint: str | None = None  # computed when first requested
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the adapters in both forms."""
+        sizes: list[int] = []
+        if self.adapters is not None and self.prepared is not None:
+            sizes += [factor.nbytes for factor in self.adapters.state_dict().values()]
+            self.prepared.map_factors(lambda factor: sizes.append(factor.nbytes) or factor)
+        return sum(sizes)
+
+
+def prepare_policy(adapters: Adapters | None, dtype: torch.dtype) -> ServedPolicy:
+    """Prepare adapters that nobody changes for passes in ``dtype``; they are not copied. It may run in any
+    thread."""
+    with torch.inference_mode():
+        return ServedPolicy(adapters, None if adapters is None else adapters.prepare(dtype))
 
 
 class Runner:
@@ -69,24 +85,30 @@ class Runner:
             self._stack = Stack(decoder.config, decoder.dtype) if can_mix(decoder, kernels) else None
         self._has_loaded = False  # all weights, into the decoder
         self._policies: dict[int, ServedPolicy] = {}
+        self._fused: FusedStep | None = None
+        self._fused_places: dict[int, int] = {}  # by policy
         self.serve(None)
 
-    def serve(self, adapters: Adapters | None, policy: int = 0) -> None:
-        """Run ``policy`` with a copy of ``adapters`` (None: the base) from now on; captured graphs of it
-        that read other memory are dropped. Raises NotFinite, changing nothing."""
-        if adapters is not None:
-            check_finite(adapters)
-        with torch.inference_mode():
-            copied_adapters = None if adapters is None else adapters.detach_copy()
-            prepared = None if copied_adapters is None else copied_adapters.prepare(self.decoder.dtype)
-            if self._graphs is not None and policy in self._policies:
-                old_prepared = self._policies[policy].prepared
-                if overwrite_factors(old_prepared, prepared):
-                    prepared = old_prepared
-                else:
-                    self._graphs.forget(policy)
-        self._policies[policy] = ServedPolicy(copied_adapters, prepared)
-        self._build_fused()
+    def serve(self, adapters: Adapters | ServedPolicy | None, policy: int = 0) -> None:
+        """Run ``policy`` with a copy of ``adapters`` (None: the base), or with what ``prepare_policy``
+        returned, from now on; captured graphs of it that read other memory are dropped. Raises NotFinite,
+        changing nothing."""
+        if not isinstance(adapters, ServedPolicy):
+            if adapters is not None:
+                check_finite(adapters)
+            with torch.inference_mode():
+                copied_adapters = None if adapters is None else adapters.detach_copy()
+            adapters = prepare_policy(copied_adapters, self.decoder.dtype)
+        if self._graphs is not None and policy in self._policies:
+            old_prepared = self._policies[policy].prepared
+            with torch.inference_mode():
+                fits = overwrite_factors(old_prepared, adapters.prepared)
+            if fits:
+                adapters = replace(adapters, prepared=old_prepared)
+            else:
+                self._graphs.forget(policy)
+        self._policies[policy] = adapters
+        self._place(policy)
 
     def model_of(self, policy: int) -> tuple[Decoder, Adapters | None, Ops]:
         return self.decoder, self._policies[policy].adapters, self._ops
@@ -96,19 +118,24 @@ class Runner:
         del self._policies[policy]
         if self._graphs is not None:
             self._graphs.forget(policy)
-        self._build_fused()
+        if self._fused is not None:
+            self._fused.put(self._fused_places.pop(policy), None)
 
-    def _build_fused(self) -> None:
-        """Build the fused step, which runs all layers of all policies in one call, and the place of each
-        policy in it; without support by the kernels there is none."""
-        self._fused: FusedStep | None = None
-        self._fused_places = {
-            number: place for place, number in enumerate(self._policies)
-        }  # in the fused step
-        if isinstance(self._kernels, Kernels) and self._wants_fused:
-            with torch.inference_mode():
-                prepared = [served.prepared for served in self._policies.values()]
-                self._fused = self._kernels.fused(self.decoder, prepared)
+    def _place(self, policy: int) -> None:
+        """Give the policy a place in the fused step, which runs all layers of all policies in one call; where
+        it has no room, build one of twice the size. Without support by the kernels there is none."""
+        if not (isinstance(self._kernels, Kernels) and self._wants_fused):
+            return
+        prepared = {number: served.prepared for number, served in self._policies.items()}
+        with torch.inference_mode():
+            if self._fused is not None and len(prepared) <= self._fused.size:
+                free = iter({*range(self._fused.size)} - {*self._fused_places.values()})
+                place = self._fused_places[policy] if policy in self._fused_places else next(free)
+                self._fused_places[policy] = place
+                self._fused.put(place, prepared[policy])
+            else:
+                self._fused_places = {number: place for place, number in enumerate(prepared)}
+                self._fused = self._kernels.fused(self.decoder, list(prepared.values()))
 
     def load(self, path: Path) -> None:
         """Copy all weights in ``path`` (``wire.pack_weights``) into the decoder, and serve them without
@@ -274,7 +301,7 @@ class Runner:
 class PolicyRunner(Protocol):
     """A runner of policies by number."""
 
-    def serve(self, adapters: Adapters | None, policy: int = 0) -> None: ...
+    def serve(self, adapters: Any, policy: int = 0) -> None: ...
 
     def retire(self, policy: int) -> None: ...
 
@@ -287,8 +314,8 @@ class Policies:
         self.versions: dict[int, int] = {0: 0}
         self._runner, self._next_number = runner, 1
 
-    def publish(self, adapters: Adapters | None, version: int, name: str = "") -> None:
-        """Run a copy of ``adapters`` (None: the base) under ``name`` from now on; a name gets a new number
+    def publish(self, adapters: Any, version: int, name: str = "") -> None:
+        """Run ``adapters``, as the runner takes them, under ``name`` from now on; a name gets a new number
         each time. Raises NotFinite, changing nothing."""
         number = self._next_number if name else 0
         self._runner.serve(adapters, number)

@@ -20,7 +20,7 @@ from ostinato.model.config import ModelConfig, MoEConfig, QKNorm
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import NO_LORA, LayerLora, Lora, Prepared
 from ostinato.model.moe import ExpertLora
-from ostinato.model.native.experts import experts_struct
+from ostinato.model.native.experts import Experts, experts_struct
 from ostinato.model.native.matrix import Matrix, matrix
 from ostinato.model.weights import Attention, Block, Moe, Weight
 
@@ -104,7 +104,8 @@ class FusedStep:
     """A decoder with the prepared adapters of some policies (None: the base). A pass may have rows of all
     of them: the base is read once. Not for use by two threads at once.
 
-    Weights and adapters are not copied: a later change of them in place takes effect.
+    There is room for the next power of two of policies: ``put`` changes one without the others. Weights and
+    adapters are not copied: a later change of them in place takes effect.
     """
 
     def __init__(
@@ -117,10 +118,8 @@ class FusedStep:
         config = decoder.config
         self._run = functions[f"step_{_SUFFIX[decoder.dtype]}"]
         self._linear, self._decoder, self._store = linear, decoder, _PointerStore(decoder.dtype)
-        layers = [
-            self._store.layer(block, [NO_LORA if policy is None else policy.layers[i] for policy in policies])
-            for i, block in enumerate(decoder.blocks)
-        ]
+        self.size = 1 << max(len(policies) - 1, 0).bit_length()
+        layers = [self._store.layer(block, self.size) for block in decoder.blocks]
         for index, layer in enumerate(layers):
             layer.window = config.window_of(index) or 0
         self._layers = (_Layer * len(layers))(*layers)
@@ -139,11 +138,28 @@ class FusedStep:
             eps=config.rms_norm_eps,
             scale=config.head_dim**-0.5,
             scaling=moe.scaling if moe else 1.0,
-            policies=len(policies),
+            policies=self.size,
         )
+        self._factors: dict[int, _PointerStore] = {}  # what keeps the adapters alive, by place
+        for place, policy in enumerate(policies):
+            self.put(place, policy)
         self._workspace = torch.empty(0, dtype=torch.uint8)
         self._logits = torch.empty(0)
         self._turns: tuple[Tensor, ...] = ()  # cos and sin by position
+
+    def put(self, place: int, policy: Prepared | None) -> None:
+        """Run the policy at ``place``, which is below ``size``, with these adapters (None: the base) from the
+        next pass on."""
+        store = _PointerStore(self._decoder.dtype)
+        for idx, (block, layer) in enumerate(zip(self._decoder.blocks, self._layers, strict=True)):
+            lora = NO_LORA if policy is None else policy.layers[idx]
+            for name, factors in _list_maps(block, lora).items():
+                array = (_Adapter * self.size).from_address(getattr(layer, name).adapters)
+                array[place] = store.adapter(factors)
+            if isinstance(block.mlp, Moe):
+                experts = (Experts * self.size).from_address(layer.experts)
+                experts[place] = store.experts(block.mlp.gate_up, block.mlp.down, lora.experts)
+        self._factors[place] = store
 
     def forward(
         self,
@@ -243,53 +259,58 @@ class _PointerStore:
         self._arrays.append(memory)
         return ctypes.addressof(memory)
 
-    def linear(self, weight: Weight, bias: Tensor | None, loras: Sequence[Lora | None]) -> _Linear:
-        adapters = None
-        if any(lora is not None for lora in loras):
-            adapters = self.array([self._make_adapter(lora) for lora in loras])
+    def linear(self, weight: Weight, bias: Tensor | None, policies: int) -> _Linear:
+        """A map that no policy adapts yet."""
         outputs, inputs = weight.shape
         return _Linear(
-            w=self.matrix(weight), bias=self.pointer(bias), out=outputs, into=inputs, adapters=adapters
+            w=self.matrix(weight),
+            bias=self.pointer(bias),
+            out=outputs,
+            into=inputs,
+            adapters=self.array([_Adapter()] * policies),
         )
 
-    def _make_adapter(self, lora: Lora | None) -> _Adapter:
+    def adapter(self, lora: Lora | None) -> _Adapter:
         if lora is None:
             return _Adapter()
         return _Adapter(
             a=self.pointer(lora.a), b=self.pointer(lora.b), rank=lora.a.shape[0], scale=lora.scale
         )
 
-    def experts(self, gate_up: Weight, down: Weight, loras: Sequence[ExpertLora | None]) -> int:
-        self._tensors += [
-            gate_up,
-            down,
-            *(factor for lora in loras if lora is not None for factor in lora[:4]),
-        ]
-        return self.array([experts_struct(gate_up, down, lora, self._dtype) for lora in loras])
+    def experts(self, gate_up: Weight, down: Weight, lora: ExpertLora | None) -> Experts:
+        self._tensors += [gate_up, down, *(lora[:4] if lora is not None else ())]
+        return experts_struct(gate_up, down, lora, self._dtype)
 
-    def layer(self, block: Block, loras: Sequence[LayerLora]) -> _Layer:
+    def layer(self, block: Block, policies: int) -> _Layer:
         attn, mlp = block.attn, block.mlp
         assert isinstance(attn, Attention)
         dense = mlp.shared if isinstance(mlp, Moe) else mlp
-        is_moe = isinstance(mlp, Moe)
-        gate_up = [lora.shared_gate_up if is_moe else lora.gate_up for lora in loras]
-        down = [lora.shared_down if is_moe else lora.down for lora in loras]
         layer = _Layer(
             attn_norm=self.pointer(block.attn_norm),
             mlp_norm=self.pointer(block.mlp_norm),
             next_norm=self.pointer(block.next_norm),
             q_norm=self.pointer(attn.q_norm),
             k_norm=self.pointer(attn.k_norm),
-            qkv=self.linear(attn.qkv, attn.qkv_bias, [lora.qkv for lora in loras]),
-            o=self.linear(attn.o, attn.o_bias, [lora.o for lora in loras]),
+            qkv=self.linear(attn.qkv, attn.qkv_bias, policies),
+            o=self.linear(attn.o, attn.o_bias, policies),
         )
         if dense is not None:
-            layer.gate_up = self.linear(dense.gate_up, dense.gate_up_bias, gate_up)
-            layer.down = self.linear(dense.down, dense.down_bias, down)
+            layer.gate_up = self.linear(dense.gate_up, dense.gate_up_bias, policies)
+            layer.down = self.linear(dense.down, dense.down_bias, policies)
         if isinstance(mlp, Moe):
-            layer.router = self.linear(mlp.router, None, [lora.router for lora in loras])
-            layer.experts = self.experts(mlp.gate_up, mlp.down, [lora.experts for lora in loras])
+            layer.router = self.linear(mlp.router, None, policies)
+            layer.experts = self.array([self.experts(mlp.gate_up, mlp.down, None)] * policies)
         return layer
+
+
+def _list_maps(block: Block, lora: LayerLora) -> dict[str, Lora | None]:
+    """The adapters of a layer by field of ``_Layer``, for the maps that the layer has."""
+    maps = {"qkv": lora.qkv, "o": lora.o}
+    if not isinstance(block.mlp, Moe):
+        return {**maps, "gate_up": lora.gate_up, "down": lora.down}
+    if block.mlp.shared is not None:
+        maps |= {"gate_up": lora.shared_gate_up, "down": lora.shared_down}
+    return {**maps, "router": lora.router}
 
 
 # The fields that the step reads, and those that change no pass. If any other field is not at its default, the

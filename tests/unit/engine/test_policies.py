@@ -12,6 +12,7 @@ import torch
 from worlds import KERNELS, VOCAB, adapters_of, answers, same, tiny_decoder
 
 from ostinato.engine.local import LocalEngine
+from ostinato.engine.runner import prepare_policy
 from ostinato.engine.sampler import Drawn, find_likeliest, sample_torch
 from ostinato.engine.sequences import Settings
 from ostinato.model.native import Kernels
@@ -89,6 +90,34 @@ def test_a_named_policy_is_replaced_for_what_comes_and_kept_for_what_runs() -> N
     assert after.cached_tokens == 0  # what the old policy has computed is not found
     ours.publish(None, 10, "small")
     assert len(ours._runner._policies) == len(NAMES)  # the replaced ones are gone
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_policies_that_come_and_go_leave_the_others_as_they_are(kernels: Kernels | None) -> None:
+    """The fused step was made again, for all policies, whenever one was published: with a thousand of them
+    that took longer than many passes."""
+    ours = LocalEngine(DECODER, kernels=kernels, kv_memory_mb=4, context_limit=256)
+    draw = np.random.default_rng(0)
+    served: dict[str, int] = {}
+    for turn in range(24):
+        if served and draw.random() < 0.4:
+            gone = str(draw.choice(sorted(served)))
+            ours.withdraw(gone)
+            del served[gone]
+        number = int(draw.integers(4))
+        adapters = ADAPTERS[number]
+        as_is = prepare_policy(adapters and adapters.detach_copy(), DECODER.dtype)
+        ours.publish(adapters if turn % 2 else as_is, number, f"p{turn % 7}")
+        served[f"p{turn % 7}"] = number
+    fresh = engine(kernels)
+    requests = [request(12, i, name) for i, name in enumerate(sorted(served))]
+    twins = [replace(one, policy=NAMES[served[one.policy]]) for one in requests]
+    for done, want in zip(answers(ours, requests), answers(fresh, twins), strict=True):
+        if kernels:
+            same(want, done)
+        else:
+            _nearly(want, done)
+    assert len(ours._runner._policies) == 1 + len(served)
 
 
 def test_an_unknown_policy_is_named() -> None:
