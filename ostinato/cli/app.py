@@ -336,14 +336,22 @@ def export(
     gguf: Annotated[
         bool, typer.Option("--gguf", help="Merged, and as GGUF by llama.cpp's converter, for Ollama.")
     ] = False,
+    gguf_adapter: Annotated[
+        bool, typer.Option("--gguf-adapter", help="The adapter alone as GGUF, by llama.cpp's converter.")
+    ] = False,
+    llama_cpp: Annotated[
+        Path | None, typer.Option("--llama-cpp", help="llama.cpp's folder, if it is not on the PATH.")
+    ] = None,
     float32: Annotated[
         bool, typer.Option("--float32", help="Merged weights in float32: 16 bits round an update.")
     ] = False,
 ) -> None:
-    """Write a run's last policy as a PEFT adapter, or merged as a Hugging Face model."""
+    """Write a run's last policy as a PEFT adapter, merged as a Hugging Face model, or as GGUF."""
     from ostinato.cli.export import export as command
 
-    command(run, to, merged=merged, gguf=gguf, float32=float32)
+    command(
+        run, to, merged=merged, gguf=gguf, gguf_adapter=gguf_adapter, llama_cpp=llama_cpp, float32=float32
+    )
 
 
 @app.command()

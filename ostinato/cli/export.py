@@ -19,26 +19,42 @@ from ostinato.terminal import say
 if TYPE_CHECKING:
     from ostinato.launch.policy import Policy
 
-CONVERTER = "convert_hf_to_gguf.py"  # a program of llama.cpp
+# programs of llama.cpp
+MODEL_CONVERTER = "convert_hf_to_gguf.py"
+ADAPTER_CONVERTER = "convert_lora_to_gguf.py"
 
 
-def export(run: Path, to: Path, *, merged: bool, gguf: bool = False, float32: bool = False) -> None:
+def export(
+    run: Path,
+    to: Path,
+    *,
+    merged: bool,
+    gguf: bool = False,
+    gguf_adapter: bool = False,
+    llama_cpp: Path | None = None,
+    float32: bool = False,
+) -> None:
     """Write the policy of ``run`` into ``to``, which must be empty or not exist; print how to serve it.
 
-    ``float32``: dtype of merged weights, whatever the dtype of the run. Raises ValueError for options that
-    exclude each other, and for a missing run or converter.
+    ``gguf``: merged, and as GGUF; ``gguf_adapter``: the adapter alone as GGUF. ``llama_cpp``: the folder of
+    its converters, None: on the PATH. ``float32``: dtype of merged weights, whatever the dtype of the run.
+    Raises ValueError for options that exclude each other, and for a missing run or converter, and RunFailed
+    if a converter fails.
     """
-    if to.exists() and (not to.is_dir() or any(to.iterdir())):
-        raise ValueError(f"{to} exists and is not empty; name another folder")
-    if not (run / "recipe.toml").is_file():
-        raise ValueError(f"run folder {run} holds no recipe.toml; name the folder of a started run")
-    converter = _find_converter() if gguf else []
     merged = merged or gguf
-    if float32 and not merged:
-        raise ValueError("--float32 is for merged weights; add --merged, or drop it")
+    _check_arguments(run, to, merged, gguf, gguf_adapter, llama_cpp, float32)
+    converter = (
+        _find_converter(MODEL_CONVERTER if gguf else ADAPTER_CONVERTER, llama_cpp)
+        if gguf or gguf_adapter
+        else []
+    )
     # 8-bit codes cannot hold an update, so it is merged into the weights as published
     coded = merged and Recipe.load(RunFolder.open(run).recipe).model.storage == "int8"
     policy = load_policy(str(run), *(["model.storage=same"] if coded else []))
+    if gguf_adapter and policy.adapters is None:
+        raise ValueError(
+            '--gguf-adapter needs a run with adapter.kind "lora"; this one trains all: use --gguf'
+        )
     if merged and policy.adapters is not None:
         from ostinato.model.decoder import Decoder
         from ostinato.model.peft_io import export_merged
@@ -54,9 +70,36 @@ def export(run: Path, to: Path, *, merged: bool, gguf: bool = False, float32: bo
     else:
         write_policy(policy.decoder, policy.adapters, policy.folder, to, policy.recipe.model.path)
     if gguf:
-        _convert(converter, to)
+        _convert([*converter, str(to), "--outtype", "f16"], to, "model.gguf", "FROM ./model.gguf\n")
+    if gguf_adapter:
+        options = ["--base", str(policy.folder), "--outtype", "f32"]
+        modelfile = f"FROM {policy.folder.resolve()}\nADAPTER ./adapter.gguf\n"
+        _convert([*converter, str(to), *options], to, "adapter.gguf", modelfile)
     say(f"wrote {to}: the policy after {policy.step} steps")
-    say(*_list_servers(policy, run.resolve().name, to.resolve(), merged=merged, gguf=gguf))
+    say(*_list_servers(policy, run.resolve().name, to.resolve(), merged=merged, gguf=gguf or gguf_adapter))
+
+
+def _check_arguments(
+    run: Path,
+    to: Path,
+    merged: bool,
+    gguf: bool,
+    gguf_adapter: bool,
+    llama_cpp: Path | None,
+    float32: bool,
+) -> None:
+    """Raises ValueError for a missing run, a folder that is not empty, and options that exclude each
+    other."""
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise ValueError(f"{to} exists and is not empty; name another folder")
+    if not (run / "recipe.toml").is_file():
+        raise ValueError(f"run folder {run} holds no recipe.toml; name the folder of a started run")
+    if gguf_adapter and merged:
+        raise ValueError("--gguf-adapter is for the adapter alone; drop it, or drop --merged and --gguf")
+    if llama_cpp is not None and not (gguf or gguf_adapter):
+        raise ValueError("--llama-cpp names converters to GGUF; add --gguf or --gguf-adapter, or drop it")
+    if float32 and not merged:
+        raise ValueError("--float32 is for merged weights; add --merged, or drop it")
 
 
 def _explain_rounding(error: float, dtype: str) -> str:
@@ -66,24 +109,31 @@ def _explain_rounding(error: float, dtype: str) -> str:
     return f"merged in {dtype}: rounding error {100 * error:.2g} % of the update{advice}"
 
 
-def _find_converter() -> list[str]:
-    """The command of llama.cpp's converter. Raises ValueError if it is not installed."""
-    path = shutil.which(CONVERTER)
-    if path is None:
-        raise ValueError(f"--gguf needs llama.cpp's {CONVERTER} on the PATH; install it, or use --merged")
+def _find_converter(name: str, llama_cpp: Path | None) -> list[str]:
+    """The command of llama.cpp's converter ``name``, in the folder ``llama_cpp`` or (None) on the PATH.
+    Raises ValueError if it is not there."""
+    path = shutil.which(name) if llama_cpp is None else str(llama_cpp.expanduser() / name)
+    if path is None or not Path(path).is_file():
+        place = "on the PATH" if llama_cpp is None else f"in {llama_cpp}"
+        raise ValueError(
+            f"{name} of llama.cpp, which writes GGUF, is not {place}; clone llama.cpp, and give its "
+            "folder by --llama-cpp"
+        )
     return [path] if os.access(path, os.X_OK) else [sys.executable, path]
 
 
-def _convert(converter: list[str], folder: Path) -> None:
-    """Write model.gguf and a Modelfile beside the merged model. Raises RunFailed if the converter fails."""
-    command = [*converter, str(folder), "--outfile", str(folder / "model.gguf"), "--outtype", "f16"]
+def _convert(command: list[str], folder: Path, name: str, modelfile: str) -> None:
+    """Run a converter that writes the file ``name`` into ``folder``, and write the Modelfile beside it.
+    Raises RunFailed if the converter fails."""
+    command = [*command, "--outfile", str(folder / name)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
-    if result.returncode:
+    if result.returncode or not (folder / name).is_file():
         last_line = result.stderr.strip().rpartition("\n")[2]
         raise RunFailed(
-            f"{CONVERTER} ended with {result.returncode}: {last_line}; the merged model is in {folder}"
+            f"llama.cpp's converter ended with {result.returncode} and without {name}: {last_line}; what it "
+            f"was given is in {folder}"
         )
-    (folder / "Modelfile").write_text("FROM ./model.gguf\n", encoding="utf-8")
+    (folder / "Modelfile").write_text(modelfile, encoding="utf-8")
 
 
 def _list_servers(policy: Policy, name: str, to: Path, *, merged: bool, gguf: bool) -> Iterator[str]:
@@ -95,4 +145,6 @@ def _list_servers(policy: Policy, name: str, to: Path, *, merged: bool, gguf: bo
         lora = f"--enable-lora --max-lora-rank {rank} --lora-modules {name}={to}"
         yield f"vLLM    vllm serve {policy.folder} {lora}"
     if gguf:
+        if not merged:
+            yield f"llama   llama-server -m BASE.gguf --lora {to / 'adapter.gguf'}"
         yield f"Ollama  ollama create {name} -f {to / 'Modelfile'}"

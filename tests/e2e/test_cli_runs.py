@@ -158,25 +158,47 @@ def test_export_as_adapter_and_as_model(place: Path, here: Here, trained: tuple[
 def test_export_for_other_servers(
     place: Path, here: Here, trained: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The converter of llama.cpp stands in as a program that copies: what it is given is a merged model."""
+    """llama.cpp's converters stand in as programs that check what they are given and copy it. The real ones
+    were not run: they need a checkout of llama.cpp."""
     folder, _ = trained
     assert "--lora-modules" in here("export", str(folder), "out/for-vllm")
     tools = place / "tools"
     tools.mkdir()
     monkeypatch.setenv("PATH", str(tools))
-    assert "needs llama.cpp's convert_hf_to_gguf.py" in here(
-        "export", str(folder), "out/no", "--gguf", code=2
-    )
+    assert "convert_hf_to_gguf.py of llama.cpp" in here("export", str(folder), "out/no", "--gguf", code=2)
     converter = tools / "convert_hf_to_gguf.py"
     converter.write_text(
         f"#!{sys.executable}\nimport pathlib, sys\nfolder = pathlib.Path(sys.argv[1])\n"
-        "assert (folder / 'config.json').is_file() and sys.argv[2] == '--outfile'\n"
-        "pathlib.Path(sys.argv[3]).write_bytes((folder / 'model.safetensors').read_bytes())\n"
+        "assert (folder / 'config.json').is_file() and sys.argv[2:5] == ['--outtype', 'f16', '--outfile']\n"
+        "pathlib.Path(sys.argv[5]).write_bytes((folder / 'model.safetensors').read_bytes())\n"
     )
     converter.chmod(0o755)
     reported = here("export", str(folder), "out/gguf", "--gguf")
     assert "ollama create" in reported and (place / "out/gguf/Modelfile").read_text() == "FROM ./model.gguf\n"
     assert (place / "out/gguf/model.gguf").is_file()
+    options = ("export", str(folder), "out/no", "--gguf-adapter")
+    assert "convert_lora_to_gguf.py of llama.cpp, which writes GGUF, is not on the PATH" in here(
+        *options, code=2
+    )
+    assert "is not in checkout" in here(*options, "--llama-cpp", "checkout", code=2)
+    assert "drop --merged" in here(*options, "--merged", code=2)
+    assert "add --gguf" in here("export", str(folder), "out/no", "--llama-cpp", "checkout", code=2)
+    checkout = place / "checkout"
+    checkout.mkdir()
+    (checkout / "convert_lora_to_gguf.py").write_text(
+        "import pathlib, sys\nfolder, _, base, *outtype, _, outfile = sys.argv[1:]\n"
+        "assert (pathlib.Path(base) / 'config.json').is_file() and outtype == ['--outtype', 'f32']\n"
+        "assert (pathlib.Path(folder) / 'adapter_config.json').is_file()\n"
+        "tensors = pathlib.Path(folder) / 'adapter_model.safetensors'\n"
+        "pathlib.Path(outfile).write_bytes(tensors.read_bytes())\n"
+    )
+    options = ("--gguf-adapter", "--llama-cpp", "checkout")
+    assert "--lora" in here("export", str(folder), "out/lora", *options)
+    assert (place / "out/lora/adapter.gguf").is_file()
+    source, adapter = (place / "out/lora/Modelfile").read_text().splitlines()
+    assert (Path(source.removeprefix("FROM ")) / "config.json").is_file() and adapter.endswith("adapter.gguf")
+    (checkout / "convert_lora_to_gguf.py").write_text("raise SystemExit('no such model')")
+    assert "no such model" in here("export", str(folder), "out/failed", *options, code=1)
 
 
 def test_a_run_is_not_resumed_with_other_rows_unless_they_are_named(place: Path, here: Here) -> None:
