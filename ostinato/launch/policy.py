@@ -22,9 +22,11 @@ from ostinato.run import Jsonl
 from ostinato.types import Prompt, Request, Sampling, Stop
 
 if TYPE_CHECKING:
+    from ostinato.engine.runner import ServedPolicy
     from ostinato.launch.engine import AnyEngine
     from ostinato.launch.policy import Policy
     from ostinato.model.base import Base
+    from ostinato.model.decoder import Decoder
     from ostinato.model.lora import Adapters
     from ostinato.render import Renderer
     from ostinato.run import RunFolder
@@ -97,6 +99,23 @@ def load_adapter(where: str, decoder: Base) -> tuple[int, Adapters, RunFolder | 
     run = RunFolder.open(folder)
     step, adapters = load_newest(run, decoder)
     return step, adapters, run
+
+
+def map_policy(path: Path, decoder: Decoder, fingerprint: str) -> ServedPolicy:
+    """The adapter in a file of ours, prepared for passes without a copy: what an engine serves when
+    ``load_adapter`` of its folder is published. ``fingerprint``: of the base. The file must not change.
+
+    Raises ValueError for another base and for a damaged file, NotFinite, and OSError.
+    """
+    from ostinato.engine.runner import prepare_policy
+    from ostinato.model.peft_io import map_saved
+    from ostinato.model.wire import Packed, unpack
+
+    saved = map_saved(path)
+    saved.check_base(fingerprint)
+    adapters = unpack(Packed(spec=saved.spec, factors=saved.tensors), decoder.config)
+    assert adapters is not None
+    return prepare_policy(adapters.to(decoder.device), decoder.dtype)
 
 
 def load_newest(run: RunFolder, decoder: Base) -> tuple[int, Adapters]:

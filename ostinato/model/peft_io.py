@@ -18,6 +18,7 @@ import hashlib
 import json
 import logging
 import math
+import mmap
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import chain
@@ -25,10 +26,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ostinato.inputs import parse_json
+from ostinato.model import tensor_file
 from ostinato.model.base import Base
 from ostinato.model.config import ModelConfig
 from ostinato.model.decoder import Decoder
@@ -70,7 +71,8 @@ def write_peft(adapters: Adapters, folder: Path, base_name: str = "") -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Saved:
-    """An adapter read from a folder: its factors by the names of ``Adapters.state_dict``, on the CPU."""
+    """An adapter read from a folder: its factors by the names of ``Adapters.state_dict``, on the CPU. They
+    may be in the memory of a mapped file."""
 
     folder: Path
     spec: AdapterSpec
@@ -99,15 +101,22 @@ def read_peft(folder: Path, config: ModelConfig) -> Saved:
         return _read_foreign(folder, config)
     if not path.is_file():
         raise ValueError(f"adapter {folder} has no {LOGICAL} and no {PEFT_CONFIG}; give an adapter's folder")
+    return map_saved(path)
+
+
+def map_saved(path: Path) -> Saved:
+    """Read a file ``LOGICAL``, whatever its name; the factors are in the file's own memory, which is read as
+    they are used. Raises ValueError for a file that is damaged or something else."""
     try:
-        with safe_open(path, framework="pt") as file:
-            facts = parse_json((file.metadata() or {})["ostinato"])
-            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+        with path.open("rb") as file:  # the mapping ends with the last of its views
+            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        metadata, state = tensor_file.read(content)
+        facts = parse_json(metadata["ostinato"])
         spec = AdapterSpec(**{**facts["spec"], "targets": tuple(facts["spec"]["targets"])})
-    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is truncated or not an adapter of ours ({error}); save it again") from error
     return Saved(
-        folder=folder,
+        folder=path.parent,
         spec=spec,
         tensors=state,
         base=facts.get("base", ""),

@@ -29,7 +29,9 @@ BASE = {
 
 CORE = LEAVES | {"algo", "model", "hf", "engine", "history", "env", "reward", "rollout", "train", "parallel"}
 CORE |= {
+    "catalog",
     "database",
+    "residency",
     "pipeline",
     "workers",
     "launch",
@@ -76,6 +78,8 @@ ARROWS: dict[str, set[str]] = {
     "routes": {"types"},
     "run": {"types", "routes", "lock"},
     "lock": set(),
+    "catalog": {"database"},
+    "residency": set(),
     "database": set(),  # and SQLAlchemy, which applications write their statements in
     "render": {"types", "chat_template", "control_tokens", "tool_calls", "tiktoken_vocabulary"},
     "tiktoken_vocabulary": set(),

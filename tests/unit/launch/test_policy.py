@@ -1,0 +1,48 @@
+"""Adapters that are mapped from their files: what is served is what the loader that copies would serve."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from worlds import adapters_of, tiny_decoder
+
+from ostinato.launch.policy import load_adapter, map_policy
+from ostinato.model.peft_io import LOGICAL, base_fingerprint, save_peft
+from ostinato.model.shapes import ExpertScheme
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("spec", [{}, {"rank": 3, "expert_scheme": ExpertScheme.PER_EXPERT}])
+def test_a_mapped_adapter_is_the_loaded_one(dtype: torch.dtype, spec: dict[str, Any], tmp_path: Path) -> None:
+    decoder = tiny_decoder(dtype)
+    save_peft(adapters_of(decoder, 1, **spec), decoder, tmp_path)
+    mapped = map_policy(tmp_path / LOGICAL, decoder, base_fingerprint(decoder))
+    (tmp_path / LOGICAL).unlink()  # which the mapping survives
+    save_peft(adapters_of(decoder, 1, **spec), decoder, tmp_path)
+    loaded = load_adapter(str(tmp_path), decoder)[1]
+    assert mapped.adapters is not None and mapped.prepared is not None
+    assert mapped.adapters.spec == loaded.spec
+    theirs = loaded.state_dict()
+    assert mapped.adapters.state_dict().keys() == theirs.keys()
+    assert all(torch.equal(ours, theirs[name]) for name, ours in mapped.adapters.state_dict().items())
+    ours, want = [], []
+    mapped.prepared.map_factors(lambda factor: ours.append(factor) or factor)
+    loaded.prepare(dtype).map_factors(lambda factor: want.append(factor) or factor)
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(ours, want, strict=True))
+    assert mapped.num_bytes == sum(t.nbytes for t in (*ours, *theirs.values()))
+
+
+def test_a_file_of_another_base_or_a_damaged_one_is_refused(tmp_path: Path) -> None:
+    decoder = tiny_decoder()
+    save_peft(adapters_of(decoder), decoder, tmp_path, peft=False)
+    path, fingerprint = tmp_path / LOGICAL, base_fingerprint(decoder)
+    with pytest.raises(ValueError, match="belongs to another base"):
+        map_policy(path, decoder, "0" * 16)
+    whole = path.read_bytes()
+    for damaged in (b"", whole[:100], whole[:-4]):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match="truncated or not an adapter of ours"):
+            map_policy(path, decoder, fingerprint)
