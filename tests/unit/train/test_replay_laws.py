@@ -1,6 +1,6 @@
 """The laws of routing replay (R3, arXiv 2510.11370) on our decoder, for every kind of router that it knows.
 
-Numbers in brackets are those of the table in docs/replay.md, which says where the other laws are tested.
+Numbers in brackets are those of docs/replay.md, which says where the other laws are tested.
 Each law was once broken silently somewhere: the loss stays finite, and the run learns from noise.
 """
 
