@@ -18,10 +18,10 @@ from ostinato.algo.pack import pack
 from ostinato.config import Recipe
 from ostinato.engine.local import LocalEngine
 from ostinato.env.tasks import Rows
-from ostinato.launch.checks import check as algorithm_of
+from ostinato.launch.checks import check_recipe as algorithm_of
 from ostinato.launch.engine import new_engine
 from ostinato.launch.graders import new_grader
-from ostinato.launch.inputs import environment, load_tools, prompts, sampling_of
+from ostinato.launch.inputs import load_tools, make_sampling, new_episode_factory, read_prompts
 from ostinato.launch.trainer import new_adapters, new_trainer
 from ostinato.model.decoder import Decoder
 from ostinato.model.hf import load_model
@@ -93,13 +93,13 @@ def record(recipe: Recipe, model: Model, epochs: int, say: Say) -> list[Step]:
     adapters, engine = new_adapters(recipe, decoder), new_engine(recipe, decoder, renderer)
     assert adapters is not None
     trainer, found = new_trainer(recipe, decoder, adapters), list[Step]()
-    tasks = Rows(prompts(recipe, "train", None), seed=recipe.task.seed)
+    tasks = Rows(read_prompts(recipe, "train", None), seed=recipe.task.seed)
     with new_grader(recipe) as grader:
         stage = RolloutContext(
             engine=engine,
-            env=environment(recipe, renderer, load_tools(recipe.task)),
+            env=new_episode_factory(recipe, renderer, load_tools(recipe.task)),
             grader=grader,
-            sampling=sampling_of(recipe.rollout, renderer),
+            sampling=make_sampling(recipe.rollout, renderer),
             context_limit=decoder.config.max_positions,
         )
         for step in range(1, steps + 1):

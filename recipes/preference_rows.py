@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ostinato.env.tasks import load_tasks
 from ostinato.launch.engine import AnyEngine
-from ostinato.launch.policy import load_policy, serve
+from ostinato.launch.policy import load_policy, serve_policy
 from ostinato.render import Renderer
 from ostinato.reward.verify import exact
 from ostinato.types import Prompt, Request, Sampling
@@ -42,7 +42,7 @@ def answered(engine: AnyEngine, renderer: Renderer, prompts: list[Prompt], seed:
 def pairs(count: int, seed: int) -> Iterator[dict[str, object]]:
     """``count`` rows in TRL's form."""
     policy = load_policy("asset:seed-moe")
-    engine = serve(policy)
+    engine = serve_policy(policy)
     prompts = load_tasks("arithmetic", "train", seed, 4 * count, {})
     for first in range(0, len(prompts), TOGETHER):
         some = prompts[first : first + TOGETHER]

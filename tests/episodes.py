@@ -10,7 +10,7 @@ from typing import Any
 from ostinato.apps.serve.agent_server import AgentServer
 from ostinato.apps.serve.agents import AgentEpisode
 from ostinato.engine.local import LocalEngine
-from ostinato.launch.policy import serve
+from ostinato.launch.policy import serve_policy
 from ostinato.render import Renderer
 from ostinato.rollout.rollout import RolloutContext, RolloutRequest, rollout_group
 from ostinato.types import Group, Prompt, Reward, Sampling
@@ -28,7 +28,7 @@ class World:
 
     def __init__(self, policy: Any, server: AgentServer) -> None:
         self.policy = policy
-        engine = serve(policy)
+        engine = serve_policy(policy)
         assert isinstance(engine, LocalEngine)
         self.engine = engine
         self.renderer: Renderer = policy.renderer

@@ -152,16 +152,16 @@ class Heat:
 def prompts_in_order(recipe: Recipe, count: int) -> list[dict[str, Any]]:
     """The first ``count`` prompts of a run, as it meets them."""
     from ostinato.env.tasks import Rows
-    from ostinato.launch.inputs import prompts
+    from ostinato.launch.inputs import read_prompts
 
-    stream = Rows(prompts(recipe, "train", None), seed=recipe.seed)
+    stream = Rows(read_prompts(recipe, "train", None), seed=recipe.seed)
     return _rendered(recipe, [stream.prompt(index) for index in range(count)])
 
 
 def held_out(recipe: Recipe, count: int) -> list[dict[str, Any]]:
-    from ostinato.launch.inputs import prompts
+    from ostinato.launch.inputs import read_prompts
 
-    return _rendered(recipe, prompts(recipe, recipe.eval.split, count))
+    return _rendered(recipe, read_prompts(recipe, recipe.eval.split, count))
 
 
 def _rendered(recipe: Recipe, prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
@@ -201,13 +201,15 @@ def flop_model(recipe: Recipe, experts: bool) -> Any:
 def lora(recipe: Recipe, experts: bool) -> dict[str, Any]:
     """PEFT's LoRA on the same maps, as our export names them; the experts of a layer are two parameters to
     it, gate_up_proj and down_proj, each with an A and a B of the recipe's rank for every expert."""
-    from ostinato.launch.models import adapter_spec
+    from ostinato.launch.models import make_adapter_spec
     from ostinato.model.config import read_config
     from ostinato.model.lora import init_adapters
     from ostinato.model.peft_io import PEFT_CONFIG, write_peft
 
     with tempfile.TemporaryDirectory() as made:
-        write_peft(init_adapters(read_config(folder_of(recipe)), adapter_spec(recipe.adapter)), Path(made))
+        write_peft(
+            init_adapters(read_config(folder_of(recipe)), make_adapter_spec(recipe.adapter)), Path(made)
+        )
         config = json.loads((Path(made) / PEFT_CONFIG).read_text())
     parameters = [name for name in config["target_parameters"] or [] if experts or "experts" not in name]
     names = ("r", "lora_alpha", "lora_dropout", "bias", "task_type", "target_modules")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ostinato.launch.machine import configure_threads, resolve_auto
-from ostinato.launch.models import recipe_of
+from ostinato.launch.models import load_recipe
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,15 +34,15 @@ def main() -> None:
 
 
 def rows(task: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    recipe, _ = recipe_of(task["recipe"], *task["overrides"])
+    recipe, _ = load_recipe(task["recipe"], *task["overrides"])
     configure_threads(recipe)
     recipe = resolve_auto(recipe)
     from ostinato.launch.engine import new_engine
-    from ostinato.launch.inputs import new_stage, prepare
+    from ostinato.launch.inputs import new_stage, prepare_inputs
     from ostinato.launch.loop import new_evaluations
     from ostinato.pipeline.evaluate import evaluate_groups
 
-    with prepare(recipe, training=False) as inputs:
+    with prepare_inputs(recipe, training=False) as inputs:
         engine = new_engine(recipe, inputs.decoder, inputs.renderer)
         stage, evaluation = new_stage(inputs, engine, inputs.grader), new_evaluations(inputs)[0]
         policies = ours(recipe, inputs.decoder, task) if task["run"] else theirs(inputs.decoder, task)

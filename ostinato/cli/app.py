@@ -495,11 +495,11 @@ def compare(
 @app.command(hidden=True)
 def rank() -> None:
     """A further rank of the run that has started this process; ends with it."""
-    from ostinato.launch.ranks import find_follower, follow
+    from ostinato.launch.ranks import find_follower, follow_run
 
     if (place := find_follower()) is None:
         raise ValueError("this process was not started as a rank of a run; use ostinato train")
-    raise typer.Exit(follow(place, child=True))
+    raise typer.Exit(follow_run(place, child=True))
 
 
 @app.command()

@@ -10,8 +10,15 @@ import numpy as np
 from ostinato.config import Recipe
 from ostinato.env.custom import SEEDS
 from ostinato.launch.graders import new_grader
-from ostinato.launch.inputs import environment, load_tools, longest_answer, of_tasks, overlong, prompts
-from ostinato.launch.models import facts_of, recipe_of
+from ostinato.launch.inputs import (
+    find_longest_answer,
+    find_overlong,
+    group_by_task,
+    load_tools,
+    new_episode_factory,
+    read_prompts,
+)
+from ostinato.launch.models import load_recipe, read_facts
 from ostinato.model.named import model_folder
 from ostinato.protocols import Env
 from ostinato.render import Renderer
@@ -36,27 +43,27 @@ def data(target: str, overrides: Sequence[str], *, model: str, row: int) -> None
         settings = [f"task.source={target}", "task.n_train=0", *([f"model.path={model}"] if model else [])]
         recipe = Recipe.load({}, *settings, *overrides)
     else:
-        recipe = recipe_of(target, *([f"model.path={model}"] if model else []), *overrides)[0]
+        recipe = load_recipe(target, *([f"model.path={model}"] if model else []), *overrides)[0]
     folder = model_folder(recipe.model.path)
     renderer, context = (
         Renderer(folder, template_kwargs=recipe.model.chat_template_kwargs),
-        facts_of(recipe.model, folder).max_positions,
+        read_facts(recipe.model, folder).max_positions,
     )
-    rows, tools = prompts(recipe, "train", None), load_tools(recipe.task)
+    rows, tools = read_prompts(recipe, "train", None), load_tools(recipe.task)
     held_out = _held_out(recipe)
     too_long = {  # without a hold-out a row is in both sets
         prompt.where
-        for task_rows in of_tasks([*rows, *held_out]).values()
-        for prompt in overlong(_filter_overlong(recipe), task_rows, renderer, context, tools)
+        for task_rows in group_by_task([*rows, *held_out]).values()
+        for prompt in find_overlong(_filter_overlong(recipe), task_rows, renderer, context, tools)
     }
     if not 1 <= row <= len(rows):
         raise ValueError(f"--row is {row}; there are rows 1 to {len(rows)}")
     say(*_counts(recipe, rows, held_out, len(too_long)))
-    episode = environment(recipe, renderer, tools)
+    episode = new_episode_factory(recipe, renderer, tools)
     say(_lengths(recipe, rows, episode, renderer, context), *_prompt(rows[row - 1], episode, renderer))
     functions = list(COMPARED) if is_file and not any("reward." in text for text in overrides) else None
     with announce_work("calling the rewards on the rows' own answers"):
-        for task_rows in of_tasks(rows).values():
+        for task_rows in group_by_task(rows).values():
             for function in functions or recipe.reward.functions:
                 if not function.startswith(JUDGE):
                     for line in _explain_verdicts(recipe, task_rows, function, functions is not None):
@@ -66,7 +73,7 @@ def data(target: str, overrides: Sequence[str], *, model: str, row: int) -> None
 def _held_out(recipe: Recipe) -> list[Prompt]:
     """The rows to evaluate on; empty for a file without a hold-out."""
     try:
-        return prompts(recipe, recipe.eval.split, None)
+        return read_prompts(recipe, recipe.eval.split, None)
     except ValueError:
         return []
 
@@ -116,7 +123,7 @@ def _lengths(
 
     lengths = sorted(asyncio.run(measure()))
     sample_note = "" if len(sample) == len(rows) else f" of {len(sample)} of them"
-    longest, keys = longest_answer(recipe.rollout, renderer)
+    longest, keys = find_longest_answer(recipe.rollout, renderer)
     median = lengths[len(lengths) // 2]
     return (
         f"length       prompts{sample_note} have {lengths[0]} to {lengths[-1]} tokens (median {median}); "

@@ -15,7 +15,7 @@ from rich.table import Table
 from ostinato import __version__, compiler, isa
 from ostinato.apps.plan.cluster import ON_GPUS
 from ostinato.engine import threads
-from ostinato.launch.machine import memory_gib
+from ostinato.launch.machine import measure_memory_gib
 from ostinato.reward import isolation
 from ostinato.terminal import Screen, show_log
 
@@ -75,7 +75,7 @@ def machine() -> Iterator[Finding]:
     )
     cores = f"{threads.count_logical_cores()} usable, {threads.count_physical_cores()} physical"
     yield Finding(name="cores", value=cores)
-    size = memory_gib()
+    size = measure_memory_gib()
     yield Finding(name="memory", value="unknown" if size is None else f"{size:.1f} GiB")
     yield Finding(name="reward isolation", value=isolation.summary())
     yield Finding(
@@ -162,11 +162,11 @@ def self_test() -> Finding:
 
 async def sampled_tokens_per_s(model: str, seconds: float) -> float:
     """Tokens per second over whole calls of the engine, ``BATCH`` short answers each, until time is up."""
-    from ostinato.launch.policy import load_policy, serve
+    from ostinato.launch.policy import load_policy, serve_policy
     from ostinato.types import Prompt, Request, Sampling
 
     policy = load_policy(model)
-    engine = serve(policy)
+    engine = serve_policy(policy)
     tokens = policy.renderer.prompt(
         Prompt(uid="doctor", messages=({"role": "user", "content": "What is 12 + 34?"},))
     )

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 
 from ostinato.config import check_files
 from ostinato.launch.machine import configure_threads, resolve_auto
-from ostinato.launch.models import recipe_of
-from ostinato.launch.policy import check_adapter, initial_adapters, load_trained
-from ostinato.launch.progress import Row, interval
+from ostinato.launch.models import load_recipe
+from ostinato.launch.policy import check_adapter, load_initial_adapters, load_trained
+from ostinato.launch.progress import Row, format_interval
 from ostinato.observe.concerns import unsolved
 from ostinato.run import GREEDY_SET, MAIN_SET
 from ostinato.terminal import say, show_log
@@ -25,23 +25,23 @@ def evaluate(target: str, overrides: Sequence[str], adapter: str = "") -> None:
     It computes with the model's own weights, as what is exported does, whatever the run sampled with; the
     override ``engine.weights=...`` scores a sampler of others.
     """
-    recipe, run = recipe_of(target, "engine.weights=model", *overrides)
+    recipe, run = load_recipe(target, "engine.weights=model", *overrides)
     check_adapter(run, adapter)
     check_files(recipe)
     configure_threads(recipe)
     recipe = resolve_auto(recipe)
-    from ostinato.launch.engine import any_engine
-    from ostinato.launch.inputs import new_stage, prepare, rollout_need
+    from ostinato.launch.engine import new_any_engine
+    from ostinato.launch.inputs import compute_rollout_need, new_stage, prepare_inputs
     from ostinato.launch.loop import new_evaluations
     from ostinato.pipeline.evaluate import evaluate_groups as measure
     from ostinato.pipeline.failed import list_failures, refuse_failures
 
-    with prepare(recipe, training=False) as inputs:
+    with prepare_inputs(recipe, training=False) as inputs:
         decoder = inputs.decoder
         step, adapters = (
-            load_trained(recipe, run, decoder) if run else initial_adapters(recipe, decoder, adapter)
+            load_trained(recipe, run, decoder) if run else load_initial_adapters(recipe, decoder, adapter)
         )
-        engine = any_engine(recipe, inputs.decoder, inputs.renderer, need=rollout_need(inputs))
+        engine = new_any_engine(recipe, inputs.decoder, inputs.renderer, need=compute_rollout_need(inputs))
         engine.publish(adapters, step)
         stage = new_stage(inputs, engine, inputs.grader)
         for warning in inputs.warnings:
@@ -58,10 +58,10 @@ def evaluate(target: str, overrides: Sequence[str], adapter: str = "") -> None:
 
 def summary(row: Row) -> Iterator[str]:
     """A row of eval.jsonl in a few lines."""
-    yield f"pass@1  {interval(row, 'pass@1')}"
+    yield f"pass@1  {format_interval(row, 'pass@1')}"
     if row["k"] > 1:
-        yield f"pass@{row['k']}  {interval(row, 'pass@k')}"
-    yield f"reward  {interval(row, 'reward')} (mean)"
+        yield f"pass@{row['k']}  {format_interval(row, 'pass@k')}"
+    yield f"reward  {format_interval(row, 'reward')} (mean)"
     if row["set"] != GREEDY_SET and (why := unsolved([row])):
         yield f"warning: {why}"
     if row["excluded"]:

@@ -11,8 +11,8 @@ import numpy as np
 
 from ostinato.inputs import escape_stream
 from ostinato.launch.machine import configure_threads
-from ostinato.launch.models import recipe_of
-from ostinato.launch.policy import SamplingOptions, check_adapter, load_policy, serve
+from ostinato.launch.models import load_recipe
+from ostinato.launch.policy import SamplingOptions, check_adapter, load_policy, serve_policy
 from ostinato.render import IncrementalDecoder, Renderer
 from ostinato.terminal import announce_work, show_log
 from ostinato.types import NewRow, Prompt, Request, Sampling, Stop
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 def generate(target: str, *, prompt: str, system: str, options: SamplingOptions, adapter: str = "") -> None:
     """Answer ``prompt``, or each line of stdin as the next turn of one conversation, on stdout."""
-    recipe, run = recipe_of(target)
+    recipe, run = load_recipe(target)
     check_adapter(run, adapter)
     with show_log("ostinato.engine.threads", error=True), show_log("ostinato.compiler", error=True):
         configure_threads(recipe)
         with show_log("ostinato.terminal", error=True), announce_work(f"loading {recipe.model.path}"):
             policy = load_policy(target, adapter=adapter)
-            engine = serve(policy)
-    sampling, seed = options.sampling(policy), options.seed
+            engine = serve_policy(policy)
+    sampling, seed = options.make_sampling(policy), options.seed
     lines = [prompt] if prompt else _lines(sys.stdin)
     out = answer_stream(sys.stdout)
     asyncio.run(

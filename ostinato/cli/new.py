@@ -12,7 +12,7 @@ from typing import Any
 
 from ostinato.cli.data import COMPARED, own_verdicts
 from ostinato.config import Recipe
-from ostinato.launch.inputs import prompts
+from ostinato.launch.inputs import read_prompts
 from ostinato.reward.own_answers import FULL
 from ostinato.run import atomic_write
 from ostinato.terminal import announce_work, say
@@ -169,7 +169,7 @@ def _reward(choices: Choices, by_name: bool) -> str:
     if by_name:
         return "exact" if choices.rows == "arithmetic" else "gym_score"
     recipe = Recipe.load({}, f"task.source={choices.rows}", "task.n_train=0")
-    rows: list[Prompt] = prompts(recipe, "train", None)
+    rows: list[Prompt] = read_prompts(recipe, "train", None)
     answers = [str(row.columns.get("answer", "")) for row in rows]
     is_math = all(re.search(r"[0-9\\]", answer) for answer in answers)  # else it multiplies letters of words
     with announce_work("calling the rewards on the rows' own answers"):

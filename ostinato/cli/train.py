@@ -9,7 +9,7 @@ from ostinato.cli.report import write_report
 from ostinato.cli.restarts import session_of, supervise
 from ostinato.config import Recipe, find_recipe
 from ostinato.launch.machine import configure_threads
-from ostinato.launch.ranks import find_follower, follow
+from ostinato.launch.ranks import find_follower, follow_run
 from ostinato.launch.session import Outcome, learn
 from ostinato.launch.session import resume as resume_run
 from ostinato.model.named import is_model_name
@@ -26,7 +26,7 @@ def train(recipe: str, overrides: Sequence[str], restarts: int = 0, folder: Path
     """Returns the exit code. Of several ranks that torchrun has started, all but the first follow.
     ``folder``: as in ``learn``."""
     if (place := find_follower()) is not None:
-        return follow(place)
+        return follow_run(place)
     if restarts:
         loaded = Recipe.load(recipe, *overrides)
         path = new_run_path(Path(loaded.log.dir).absolute(), loaded.name)
@@ -89,7 +89,7 @@ def resume(path: Path, overrides: Sequence[str], restarts: int = 0) -> int:
     if recipe.sft.loss != "off":
         return run(recipe, path)
     if (place := find_follower()) is not None:
-        return follow(place)
+        return follow_run(place)
     return finish(lambda: resume_run(path, *overrides))
 
 
@@ -97,10 +97,10 @@ def resume(path: Path, overrides: Sequence[str], restarts: int = 0) -> int:
 def run(recipe: Recipe, path: Path | None, ended: Callable[[Path], None] = lambda folder: None) -> int:
     """Train in a new folder or in ``path``, and call ``ended`` with it. Returns the exit code."""
     configure_threads(recipe)
-    from ostinato.launch.sft import supervise
+    from ostinato.launch.sft import train_supervised
 
     try:
-        folder, step, why = supervise(recipe, path)
+        folder, step, why = train_supervised(recipe, path)
     except KeyboardInterrupt as stop:
         why = stop.why if isinstance(stop, Ended) else "interrupted"
         say(f"ostinato: {why}; {str(stop) or 'nothing had begun'}", error=True)

@@ -2,7 +2,8 @@
 
 Each value exists once, with its default in ``sections``; nothing is written back after loading. What a user
 wrote wrongly raises ``ValueError`` with one sentence that names the field, the value and the fix. Only what
-needs no model is checked here; ``launch.checks.check`` checks the rest (algorithm keys, context length).
+needs no model is checked here; ``launch.checks.check_recipe`` checks the rest (algorithm keys, context
+length).
 
 >>> recipe = Recipe.load("recipes/quickstart.toml", "trainer.steps=10", "algo.name=dapo")
 """

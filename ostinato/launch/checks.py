@@ -15,8 +15,8 @@ from ostinato.config import AdapterSection, Recipe
 from ostinato.config.sections import ParallelSection, RewardSection
 from ostinato.engine.vllm_adapters import list_expert_kinds
 from ostinato.engine.vllm_answers import COLDEST
-from ostinato.launch.machine import device_of
-from ostinato.launch.models import adapter_spec
+from ostinato.launch.machine import choose_device
+from ostinato.launch.models import make_adapter_spec
 from ostinato.model.decoder import Decoder
 from ostinato.parallel.launch import Place
 from ostinato.parallel.layout import Layout
@@ -28,8 +28,9 @@ from ostinato.types import Prompt
 log = logging.getLogger(__name__)
 
 
-def check(recipe: Recipe) -> Algorithm:
-    """The algorithm of the recipe. Raises ValueError for keys that do not fit it or each other."""
+def check_recipe(recipe: Recipe) -> Algorithm:
+    """Return the algorithm of the recipe. Raises ValueError for keys that do not fit it, each other, the
+    installed packages, the device, or the ranks that torchrun has started."""
     algo = algorithm(recipe.algo.name, **recipe.algo.overrides)
     try:
         baseline = Baseline.GROUP_MEAN if algo.rewards is Rewards.APART else algo.baseline
@@ -52,7 +53,7 @@ def check(recipe: Recipe) -> Algorithm:
 
 
 def check_exact(recipe: Recipe) -> None:
-    """Raises ValueError where trainer and sampler cannot compute the same numbers."""
+    """Raises ValueError for keys by which sampler and trainer would compute different numbers."""
     engine = recipe.engine
     fixes = {
         f'engine.weights is "{engine.weights}"': engine.weights != "model" and 'set it to "model"',
@@ -70,7 +71,7 @@ def check_exact(recipe: Recipe) -> None:
 
 
 def check_cluster(recipe: Recipe) -> None:
-    """Raises ValueError for what remote workers cannot do."""
+    """Raises ValueError without Ray, and for keys that workers of a cluster do not support."""
     section = recipe.cluster
     if find_spec("ray") is None:
         raise ValueError(
@@ -96,7 +97,7 @@ def check_cluster(recipe: Recipe) -> None:
             "weights, as a file of this host; drop it, or train an adapter"
         )
     device = recipe.model.device
-    resolved = device_of(recipe.model) if device == "auto" else device
+    resolved = choose_device(recipe.model) if device == "auto" else device
     if resolved.startswith("cuda") and not section.gpus_per_sampler:
         raise ValueError(
             f"model.device is {device!r}, here {resolved}, with cluster.gpus_per_sampler 0, so samplers "
@@ -105,7 +106,7 @@ def check_cluster(recipe: Recipe) -> None:
 
 
 def check_ranks(section: ParallelSection) -> None:
-    """Raises ValueError where torchrun has started another number of ranks than the layout has."""
+    """Raises ValueError if torchrun has started another number of ranks than the layout has."""
     layout, place = Layout.parse(section.layout), Place.of(os.environ)
     if place is not None and place.world != layout.world:
         raise ValueError(
@@ -115,7 +116,7 @@ def check_ranks(section: ParallelSection) -> None:
 
 
 def check_vllm(recipe: Recipe) -> None:
-    """Raises ValueError for keys that vLLM does not support."""
+    """Raises ValueError for keys that vLLM does not support, and if the package of its client is missing."""
     engine = recipe.engine
     if find_spec("httpx2") is None:
         raise ValueError('engine.backend is "vllm", which needs a package: pip install "ostinato[vllm]"')
@@ -142,36 +143,38 @@ def check_model(section: AdapterSection, decoder: Decoder) -> None:
             "tie_word_embeddings is true in the model's config.json, and vLLM leaves out the lm_head.weight "
             "that is there beside it; set the key to false"
         )
-    list_expert_kinds(decoder.config, adapter_spec(section))
+    list_expert_kinds(decoder.config, make_adapter_spec(section))
 
 
 ROUNDING = 1e-6  # error of sums of weighted rewards
 
 
-def solved_at(reward: RewardSection) -> float:
-    """The least reward of a solved answer, less ROUNDING: the recipe's number, or the reward of a 1 from
-    every function with a positive weight."""
+def compute_solved_at(reward: RewardSection) -> float:
+    """Return the least reward of a solved answer, less ROUNDING. It is the recipe's number, or with "full"
+    the reward of an answer that gets a 1 from every function with a positive weight."""
     return (reward.full_marks if reward.solved_at == "full" else reward.solved_at) - ROUNDING
 
 
 def check_solvable(reward: RewardSection) -> None:
-    """Raises ValueError where no answer can ever be solved. Only built-in functions are judged, which give 0
-    to 1; a user's own function may give more."""
-    most = reward.full_marks
-    if reward.solved_at == "full" and not most:
+    """Raises ValueError if no answer can be solved, or if all would be, as no weight is positive.
+
+    The first is only known of built-in functions, which give 0 to 1. A user's function may give more."""
+    max_reward = reward.full_marks
+    if reward.solved_at == "full" and not max_reward:
         raise ValueError(
             f"reward.weights {list(reward.weights)} has no weight above 0, so every answer would count as "
             "solved; give one that is, or set reward.solved_at to the reward that you call solved"
         )
-    if solved_at(reward) > most and all(name in BUILT_IN for name in reward.positive):
+    if compute_solved_at(reward) > max_reward and all(name in BUILT_IN for name in reward.positive):
         raise ValueError(
             f"reward.solved_at is {reward.solved_at:g}, but reward.functions {list(reward.functions)} give "
-            f'at most {most:g}, so no answer could be solved; set it to {most:g} or less, or to "full"'
+            f"at most {max_reward:g}, so no answer could be solved; set it to {max_reward:g} or less, or to "
+            '"full"'
         )
 
 
 def check_columns(reward: RewardSection, prompts: Sequence[Prompt]) -> None:
-    """Raises ValueError naming the first row without a valid column for a built-in reward."""
+    """Raises ValueError naming the first row whose column for a built-in reward is missing or invalid."""
     for function, (column, read) in READS.items():
         for prompt in prompts if function in reward.functions else ():
             if (value := prompt.columns.get(column)) is None:
@@ -186,8 +189,8 @@ def check_columns(reward: RewardSection, prompts: Sequence[Prompt]) -> None:
                 raise ValueError(f"{prompt.where}: {error}") from error
 
 
-def several_full_marks(reward: RewardSection) -> Iterator[str]:
-    """Yield a note on "full" where several functions count, one of them a user's own."""
+def explain_full_marks(reward: RewardSection) -> Iterator[str]:
+    """Yield a note if reward.solved_at is "full", several functions count, and one of them is a user's."""
     weights = reward.positive
     if reward.solved_at == "full" and len(weights) > 1 and not all(name in BUILT_IN for name in weights):
         names = [name.rpartition(":")[2] for name in weights]
@@ -199,8 +202,8 @@ def several_full_marks(reward: RewardSection) -> Iterator[str]:
 
 
 def warn_of_control_tokens(renderer: Renderer, chats: Sequence[tuple[str, Any]]) -> None:
-    """Log a warning if any of ``chats``, (row name, chat), spells control tokens, which the model gets as
-    text."""
+    """Log a warning if messages of ``chats``, (row name, chat), spell control tokens. The renderer passes
+    such a spelling to the model as text, not as the token."""
     spelled = [
         (row_name, token)
         for row_name, messages in chats
@@ -214,23 +217,25 @@ def warn_of_control_tokens(renderer: Renderer, chats: Sequence[tuple[str, Any]])
         )
 
 
-def caveats(recipe: Recipe, chosen: Algorithm, *, moe: bool = True) -> Iterator[str]:
-    """Yield a sentence on each setting that is allowed but inexact, without effect, or surprising."""
+def list_caveats(recipe: Recipe, algo: Algorithm, *, moe: bool = True) -> Iterator[str]:
+    """Yield a sentence on each setting that is allowed but inexact, without effect, or surprising. ``moe``:
+    whether the model has a mixture of experts."""
     rollout, settings = recipe.rollout, recipe.trainer
     filters = {"top_k": rollout.top_k > 0, "top_p": rollout.top_p < 1, "min_p": rollout.min_p > 0}
-    if used := " and ".join(f"rollout.{name}" for name, is_set in filters.items() if is_set):
+    if filter_keys := " and ".join(f"rollout.{name}" for name, is_set in filters.items() if is_set):
         yield (
-            f"{used} cut what is sampled from: log-probabilities, entropy and gradients are over the tokens "
-            "that were kept, which are recorded with each (sampling/support_mean, sampling/support_bytes)"
+            f"{filter_keys} cut what is sampled from: log-probabilities, entropy and gradients are over "
+            "the tokens that were kept, which are recorded with each (sampling/support_mean, "
+            "sampling/support_bytes)"
         )
-    yield from several_full_marks(recipe.reward)
+    yield from explain_full_marks(recipe.reward)
     for name, task in recipe.task.by_name.items():
         functions = recipe.judges(name).functions
         if task.env and "env" not in functions and all(function in BUILT_IN for function in functions):
             yield f'reward.functions {list(functions)} leave out "env", the rewards of task.env {task.env}'
     yield from _explain_weights(recipe)
     if recipe.engine.backend == "vllm":
-        yield from notes(recipe)
+        yield from explain_vllm(recipe)
     if rollout.interrupt_after:
         yield (
             f"rollout.interrupt_after = {list(rollout.interrupt_after)} bounds answers, with "
@@ -243,26 +248,26 @@ def caveats(recipe: Recipe, chosen: Algorithm, *, moe: bool = True) -> Iterator[
     if unused and not moe:
         names = " and ".join(f"trainer.{key}" for key in unused)
         yield f"{names} change nothing: {recipe.model.path} has no mixture of experts"
-    if recipe.adapter.path and chosen.needs_reference and chosen.kl_reference is Reference.BASE:
+    if recipe.adapter.path and algo.needs_reference and algo.kl_reference is Reference.BASE:
         yield (
-            f"algo.kl_coef = {chosen.kl_coef} measures from the base model, not from adapter.path; "
+            f"algo.kl_coef = {algo.kl_coef} measures from the base model, not from adapter.path; "
             'algo.kl_reference = "start" does'
         )
-    if chosen.loss is Loss.REINFORCE and recipe.trainer.minibatches > 1:
+    if algo.loss is Loss.REINFORCE and recipe.trainer.minibatches > 1:
         yield (
-            f"algo.loss '{chosen.loss}' has no ratio: of trainer.minibatches = {recipe.trainer.minibatches} "
+            f"algo.loss '{algo.loss}' has no ratio: of trainer.minibatches = {recipe.trainer.minibatches} "
             "all but the first learn off-policy without a correction"
         )
     yield from _explain_workers(recipe)
-    first = recipe.pipeline.staleness + 1
-    if 5 * first > settings.steps and first > 1:
+    num_batches = recipe.pipeline.staleness + 1
+    if 5 * num_batches > settings.steps and num_batches > 1:
         yield (
-            f"pipeline.staleness is {first - 1}: the first {first} of {settings.steps} batches are all "
-            "sampled by the policy of the beginning"
+            f"pipeline.staleness is {num_batches - 1}: the first {num_batches} of {settings.steps} batches "
+            "are all sampled by the policy of the beginning"
         )
-    if recipe.pipeline.staleness and uncorrected(chosen):
+    if recipe.pipeline.staleness and is_uncorrected(algo):
         yield (
-            f"pipeline.staleness is {recipe.pipeline.staleness}, and nothing in {chosen.name} as it is set "
+            f"pipeline.staleness is {recipe.pipeline.staleness}, and nothing in {algo.name} as it is set "
             "corrects for the policy that sampled: batches are trained on as if they were fresh"
         )
 
@@ -280,18 +285,18 @@ def _explain_workers(recipe: Recipe) -> Iterator[str]:
         )
 
 
-def uncorrected(chosen: Algorithm) -> bool:
+def is_uncorrected(algo: Algorithm) -> bool:
     """Whether no ratio of this algorithm corrects for the policy that sampled."""
-    ignores_sampler = chosen.loss is Loss.REINFORCE or chosen.anchor is Anchor.TRAINER
-    return ignores_sampler and chosen.correction is Correction.NONE
+    ignores_sampler = algo.loss is Loss.REINFORCE or algo.anchor is Anchor.TRAINER
+    return ignores_sampler and algo.correction is Correction.NONE
 
 
 def _explain_weights(recipe: Recipe) -> Iterator[str]:
-    """Yield a sentence on the effect of engine.weights."""
+    """Yield a sentence on the effect of engine.weights; none if they are the model's."""
     weights = recipe.engine.weights
     if weights == "model":
         return
-    if not own_weights(recipe):
+    if not has_own_weights(recipe):
         yield f'engine.weights = "{weights}" changes nothing: the model is in bfloat16 already'
         return
     yield (
@@ -301,14 +306,14 @@ def _explain_weights(recipe: Recipe) -> Iterator[str]:
     )
 
 
-def own_weights(recipe: Recipe) -> bool:
+def has_own_weights(recipe: Recipe) -> bool:
     """Whether the sampler computes with other weights than the trainer's (``model.quantise``)."""
     equal = ("model", "bf16") if recipe.model.dtype == "bfloat16" else ("model",)
     return recipe.engine.weights not in equal
 
 
-def notes(recipe: Recipe) -> Iterator[str]:
-    """Yield a sentence on each difference of vLLM from the engine in this process."""
+def explain_vllm(recipe: Recipe) -> Iterator[str]:
+    """Yield a sentence on each setting that has another effect, or none, with vLLM as the engine."""
     yield "vLLM's noise is its own: the same run samples other tokens the next time"
     if recipe.draft.enabled:
         yield "draft.enabled changes nothing: vLLM drafts as engine.server_args say (docs/vllm_drafter.md)"

@@ -22,8 +22,8 @@ from ostinato.engine.pool import EnginePool, publish_adapters
 from ostinato.engine.serve import SamplerLink
 from ostinato.history.store import History
 from ostinato.launch import RunFailed
-from ostinato.launch.drafts import Memory, Seen
-from ostinato.launch.engine import kernels
+from ostinato.launch.drafts import Memory, SeenLengths
+from ostinato.launch.engine import choose_kernels
 from ostinato.launch.inputs import RunInputs
 from ostinato.launch.loop import RunComponents
 from ostinato.launch.ranks import open_trainer
@@ -38,28 +38,31 @@ from ostinato.types import HistoryEntry, Publication
 from ostinato.workers.ray_cluster import Cluster, Need, RayRemote
 from ostinato.workers.remote import WorkerFault, WorkerLost
 
-AHEAD = 2  # calls per place in a sampler's batch, so that no place waits for a message
-GIVE_WAY = 5  # nice of samplers: of a shared core, 3/4 go to the trainer and 1/4 to a sampler
-KEPT_WEIGHTS = 3  # published files of all weights that stay
-IMPORT_S = 60.0  # that a child of a grader may take to import the reward functions
+CALLS_PER_PLACE = 2  # in a sampler's batch, so that no place waits for a message
+SAMPLER_NICE = 5  # of a shared core, the trainer gets 3/4 and such a sampler 1/4
+NUM_WEIGHT_FILES = 3  # the newest published files of all weights, which are not deleted
+IMPORT_S = 60.0  # longest time in which a grader's child imports the reward functions
 
 
 @contextlib.contextmanager
 def open_cluster(
     inputs: RunInputs, folder: Path, memory: Memory | None, workers: str
 ) -> Iterator[tuple[RunInputs, RunComponents]]:
-    """Start or join Ray and open the workers of the recipe, made by functions of the module ``workers``; all
-    end with the context.
+    """Start or join Ray and open the recipe's workers, which functions of the module ``workers`` make; all
+    end with the context. Yields the inputs and the components. With remote graders the inputs' own grader is
+    closed, and the yielded inputs have the remote one. Shared models of ended processes are deleted before
+    and after.
 
-    Raises ValueError where no Ray answers or the workers do not fit.
+    Raises ValueError if no Ray answers or the workers do not fit, and RunFailed if the trainer's worker
+    cannot be started.
     """
     recipe, section = inputs.recipe, inputs.recipe.cluster
-    kernels(recipe.engine, inputs.decoder)  # compiled once, here, and not by every worker at once
+    choose_kernels(recipe.engine, inputs.decoder)  # compiled once, here, and not by every worker at once
     sweep()  # copies of the base that a killed run left behind
     with contextlib.ExitStack() as stack:
         opened = Cluster.open(
             section.address,
-            places(recipe),
+            list_needs(recipe),
             start_s=section.start_s,
             silence_s=section.silence_s,
             last_words="ostinato: the run was killed, or Ray ended it as its daemon on this host was lost; "
@@ -70,7 +73,7 @@ def open_cluster(
         )
         if section.remote_trainer:
             try:
-                trainer = link = factory.trainer()
+                trainer = link = factory.new_trainer()
             except (WorkerLost, WorkerFault) as error:
                 raise RunFailed(f"the trainer's worker could not be started: {error}") from error
             stack.callback(link.close)
@@ -78,21 +81,22 @@ def open_cluster(
             trainer, link = stack.enter_context(open_trainer(inputs, folder)), None
         publication = publish_adapters
         if recipe.adapter.kind == "full":
-            publication = stack.enter_context(all_weights(inputs.decoder))
-        graders = factory.graders() if section.graders else None
+            publication = stack.enter_context(open_weight_publisher(inputs.decoder))
+        graders = factory.new_graders() if section.graders else None
         if graders is not None:
             stack.callback(graders.close)
             inputs.grader.close()
             inputs = replace(inputs, grader=graders)
-        pool = factory.pool(memory, publication)
+        pool = factory.new_pool(memory, publication)
         yield inputs, _new_components(factory, pool, trainer, link, graders, memory)
     sweep()
 
 
 @contextlib.contextmanager
-def all_weights(decoder: Decoder) -> Iterator[Callable[[Any, int], Publication]]:
-    """Yield the function that publishes a fully trained policy as a file on this host, in memory if possible.
-    The last few files stay for samplers that load slowly or restart."""
+def open_weight_publisher(decoder: Decoder) -> Iterator[Callable[[Any, int], Publication]]:
+    """Yield a function that publishes all weights of ``decoder`` as a file on this host, in memory if
+    possible. It deletes all but the newest NUM_WEIGHT_FILES, which stay for samplers that load slowly or
+    restart."""
     with own_folder() as folder:
         paths: deque[Path] = deque()
 
@@ -100,7 +104,7 @@ def all_weights(decoder: Decoder) -> Iterator[Callable[[Any, int], Publication]]
             path = folder / f"weights-{version}.safetensors"
             pack_weights(decoder, path)
             paths.append(path)
-            if len(paths) > KEPT_WEIGHTS:
+            if len(paths) > NUM_WEIGHT_FILES:
                 paths.popleft().unlink()
             return Publication(version=version, fingerprint=fingerprint_weights(decoder), path=str(path))
 
@@ -118,7 +122,7 @@ def _new_components(
     """The components of a run with these workers."""
     recipe, shared = factory.recipe, SharedHistory(memory.history, pool) if memory else None
 
-    async def ready() -> None:  # all of them, at the same time
+    async def wait_until_ready() -> None:  # all workers begin at the same time
         await asyncio.gather(pool.ready(), *([graders.ready()] if graders else []))
 
     sources = [pool, *([link] if link else []), *([graders] if graders else [])]
@@ -126,23 +130,24 @@ def _new_components(
         trainer=trainer,
         engine=pool,
         memory=memory,
-        drafting=memory.drafting(shared, shared.saved_s) if memory and shared else None,
+        drafting=memory.new_drafting(shared, shared.measure_saved_s) if memory and shared else None,
         counters=[pool.counters],
-        extra_metrics=lambda: pool_metrics(pool),
+        extra_metrics=lambda: take_pool_metrics(pool),
         tokens_sampled=lambda: sum(pool.work.get(name, 0) for name in ("decoded", "prefilled")),
         span_sources=sources,
         loop_worker="controller" if link else "trainer",
-        pools=pools(recipe.cluster),
-        lines=[*lines(recipe.cluster)],
-        status=lambda: [row | factory.where(row["worker"]) for source in sources for row in source.status()],
-        ready=ready,
+        pools=count_devices(recipe.cluster),
+        lines=[*describe_workers(recipe.cluster)],
+        status=lambda: [row | factory.locate(row["worker"]) for source in sources for row in source.status()],
+        ready=wait_until_ready,
         end=pool.close,
-        trainer_consistent=lambda: link is not None,  # it has the state after the last step
+        # After a step that failed, the link still has the tensors and counters of the last one.
+        trainer_consistent=lambda: link is not None,
     )
 
 
-def places(recipe: Recipe) -> list[Need]:
-    """A place for each worker, the trainer's first.
+def list_needs(recipe: Recipe) -> list[Need]:
+    """List what the place of each worker needs, the trainer's first.
 
     Samplers that may share cores with the trainer have a lower priority, as all wait for a step and rarely
     for one pass of a sampler (docs/pipeline.md)."""
@@ -151,10 +156,8 @@ def places(recipe: Recipe) -> list[Need]:
     trainer = (
         [Need(name="trainer", cpus=cpus, gpus=section.gpus_per_trainer)] if section.remote_trainer else []
     )
-    exclusive = (
-        section.remote_trainer or section.address or section.gpus_per_sampler
-    )  # certainly no shared cores
-    nice = GIVE_WAY if recipe.pipeline.overlap and not exclusive else 0
+    has_own_cores = section.remote_trainer or section.address or section.gpus_per_sampler
+    nice = SAMPLER_NICE if recipe.pipeline.overlap and not has_own_cores else 0
     samplers = [
         Need(name=f"sampler-{i}", cpus=cpus, gpus=section.gpus_per_sampler, nice=nice)
         for i in range(section.samplers)
@@ -162,7 +165,7 @@ def places(recipe: Recipe) -> list[Need]:
     return [*trainer, *samplers, *(Need(name=f"grader-{i}", cpus=cpus) for i in range(section.graders))]
 
 
-def lines(section: ClusterSection) -> Iterator[str]:
+def describe_workers(section: ClusterSection) -> Iterator[str]:
     """Yield lines that say which workers run where."""
     threads = f"{section.cpus_per_worker} thread{'s' * (section.cpus_per_worker > 1)} each"
     location = f"the Ray at {section.address}" if section.address else "a Ray of its own on this machine"
@@ -174,8 +177,9 @@ def lines(section: ClusterSection) -> Iterator[str]:
         yield f"             this process: the loop and the {' and the '.join(local)}"
 
 
-def pools(section: ClusterSection) -> dict[str, int]:
-    """Devices by pool, for the ledger: GPUs if workers have some, else the number of workers."""
+def count_devices(section: ClusterSection) -> dict[str, int]:
+    """Count devices by pool for the ledger: at least one GPU of samplers and trainer if workers have some
+    (graders have none), else one device for each worker, with one for a trainer in this process."""
     if section.gpus_per_sampler or section.gpus_per_trainer:
         samplers = math.ceil(section.samplers * section.gpus_per_sampler)
         return {"samplers": max(1, samplers), "trainer": max(1, math.ceil(section.gpus_per_trainer))}
@@ -183,68 +187,69 @@ def pools(section: ClusterSection) -> dict[str, int]:
     return {"samplers": section.samplers, "trainer": 1} | graders
 
 
-def pool_metrics(pool: EnginePool) -> dict[str, float]:
-    """Metrics of the pool: its workers, and publications since the last call."""
-    published = pool.take_publications()
+def take_pool_metrics(pool: EnginePool) -> dict[str, float]:
+    """Return metrics of the pool's workers, and of its publications since the last call, which are removed
+    from it."""
+    publications = pool.take_publications()
     metrics = {
-        "publish/count": float(len(published)),
-        "publish/bytes": float(sum(publication.bytes for publication in published)),
-        "publish/seconds": sum(publication.seconds for publication in published),
+        "publish/count": float(len(publications)),
+        "publish/bytes": float(sum(publication.bytes for publication in publications)),
+        "publish/seconds": sum(publication.seconds for publication in publications),
     }
     return pool.gauges() | metrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerFactory:
-    """Workers by kind, on the places of ``cluster``."""
+    """Makes links to workers on the places of ``cluster``; the workers start with the links' first calls."""
 
     cluster: Cluster
     recipe: Recipe
     folder: Path
     workers: str  # the module that makes samplers and trainers
 
-    def _remote(self, worker: str, factory: str, **arguments: Any) -> RayRemote:
+    def _new_remote(self, worker: str, factory: str, **arguments: Any) -> RayRemote:
         arguments = {"recipe": dump_toml(self.recipe), **arguments}
         return self.cluster.remote(worker, factory, arguments, start_s=self.recipe.cluster.start_s)
 
-    def where(self, worker: str) -> dict[str, Any]:
-        """{"pid", "host"} of a worker; empty while it has no process."""
+    def locate(self, worker: str) -> dict[str, Any]:
+        """Return {"pid", "host"} of a worker; empty while it has no process."""
         place = self.cluster.place(worker)
         return {} if place is None else {"pid": place.pid, "host": place.host}
 
-    def pool(self, memory: Memory | None, publication: Callable[[Any, int], Publication]) -> EnginePool:
-        section, seen = self.recipe.cluster, Seen()
+    def new_pool(self, memory: Memory | None, publication: Callable[[Any, int], Publication]) -> EnginePool:
+        section, seen_lengths = self.recipe.cluster, SeenLengths()
 
         async def spawn(index: int) -> Sampler:
             name = f"sampler-{index}"
             history = str((self.folder / "history.bin").absolute())
-            remote = self._remote(name, f"{self.workers}:sampler", name=name, history=history)
+            remote = self._new_remote(name, f"{self.workers}:sampler", name=name, history=history)
             return await SamplerLink(remote, section.silence_s).wait_until_built()
 
         return EnginePool(
             spawn,
             section.samplers,
             place=find_placement(self.recipe.pipeline.placement),
-            expect=seen.expect if memory is None else memory.expect,
-            on_answer=seen.observe,
-            slots=AHEAD * self.recipe.engine.max_batch,
+            expect=seen_lengths.expect if memory is None else memory.expect,
+            on_answer=seen_lengths.observe,
+            slots=CALLS_PER_PLACE * self.recipe.engine.max_batch,
             silence_s=section.silence_s,
             start_s=section.start_s,
             publication=publication,
         )
 
-    def trainer(self) -> TrainerLink:
+    def new_trainer(self) -> TrainerLink:
         refused = str((self.folder / "refused").absolute())
         return TrainerLink(
-            self._remote("trainer", f"{self.workers}:trainer", refused=refused),
+            self._new_remote("trainer", f"{self.workers}:trainer", refused=refused),
             within_s=self.recipe.pipeline.watch_s,
         )
 
-    def graders(self) -> GraderLink:
+    def new_graders(self) -> GraderLink:
         reward, factory = self.recipe.reward, "ostinato.launch.graders:grader"
         names = [f"grader-{index}" for index in range(self.recipe.cluster.graders)]
         calls = 2 * len(reward.functions)  # each may hang once and die once
-        workers = [self._remote(name, factory, name=name) for name in names]
+        workers = [self._new_remote(name, factory, name=name) for name in names]
         return GraderLink(workers, within_s=IMPORT_S + calls * reward.timeout_s)
 
 
@@ -252,7 +257,7 @@ class WorkerFactory:
 
 
 class SharedHistory:
-    """A ``pipeline.draft_metrics.Store`` that adds to the history and sends the additions to the samplers."""
+    """A ``pipeline.draft_metrics.Store`` that adds answers to the history and sends them to the samplers."""
 
     def __init__(self, history: History, pool: EnginePool) -> None:
         self._history, self._pool = history, pool
@@ -265,8 +270,8 @@ class SharedHistory:
     def num_bytes(self) -> int:
         return self._history.num_bytes
 
-    def saved_s(self) -> float:
-        """Seconds that drafts have saved so far, on all samplers."""
+    def measure_saved_s(self) -> float:
+        """Measure the seconds that drafts have saved so far, on all samplers."""
         return self._pool.work.get("seconds_without", 0.0) - self._pool.work.get("seconds", 0.0)
 
     def add(self, uid: str, step: int, pasts: Sequence[HistoryEntry]) -> None:

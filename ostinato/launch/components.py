@@ -1,4 +1,4 @@
-"""Trainer, engine and grader of a run, opened for a context: in this process, by vLLM, or over a cluster."""
+"""Trainer, engine and grader of a run, open in a context: in this process, by vLLM, or over a cluster."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 
 from ostinato.engine.local import LocalEngine
 from ostinato.engine.vllm_proof import Verdict
-from ostinato.launch.device_memory import free_cached_memory, gpu_figures, lends_memory
+from ostinato.launch.device_memory import free_cached_memory, lends_memory, take_gpu_figures
 from ostinato.launch.drafts import Memory
-from ostinato.launch.engine import any_engine, vllm_engine
-from ostinato.launch.inputs import RunInputs, environment, rollout_need
+from ostinato.launch.engine import new_any_engine, open_vllm_engine
+from ostinato.launch.inputs import RunInputs, compute_rollout_need, new_episode_factory
 from ostinato.launch.loop import RunComponents
 from ostinato.launch.ranks import open_trainer
 from ostinato.protocols import RestorableTrainer
@@ -27,8 +27,10 @@ T = TypeVar("T")
 def open_components(
     inputs: RunInputs, folder: Path, memory: Memory | None, workers: str
 ) -> Iterator[tuple[RunInputs, RunComponents]]:
-    """Yield (inputs, components) of the recipe. ``folder``: of the run; ``workers``: the module that makes a
-    cluster's workers."""
+    """Yield (inputs, components) of the recipe; the components end with the context. A cluster's graders
+    replace the inputs' own. ``folder``: of the run; ``workers``: the module that makes a cluster's workers.
+
+    Raises ValueError and RunFailed as ``open_trainer``, ``open_vllm_engine`` and ``cluster.open_cluster``."""
     if inputs.recipe.cluster.samplers:
         from ostinato.launch.cluster import open_cluster
 
@@ -39,15 +41,17 @@ def open_components(
     with contextlib.ExitStack() as stack:
         trainer = stack.enter_context(open_trainer(inputs, folder))
         if recipe.engine.backend == "vllm":
-            yield inputs, stack.enter_context(_sample_by_vllm(inputs, trainer, folder))
+            yield inputs, stack.enter_context(_open_vllm_components(inputs, trainer, folder))
             return
-        engine = any_engine(recipe, decoder, inputs.renderer, memory, need=rollout_need(inputs))
+        engine = new_any_engine(recipe, decoder, inputs.renderer, memory, need=compute_rollout_need(inputs))
         if isinstance(engine, LocalEngine) and lends_memory(recipe, decoder):
             trainer = LentTrainer(trainer, engine.lend_memory)
         drafting = None
         if memory is not None and isinstance(engine, LocalEngine):
             counters = engine.counters
-            drafting = memory.drafting(memory.history, lambda: counters.seconds_without - counters.seconds)
+            drafting = memory.new_drafting(
+                memory.history, lambda: counters.seconds_without - counters.seconds
+            )
         yield (
             inputs,
             RunComponents(
@@ -55,7 +59,7 @@ def open_components(
                 engine=engine,
                 memory=memory,
                 drafting=drafting,
-                extra_metrics=lambda: gpu_figures(decoder),
+                extra_metrics=lambda: take_gpu_figures(decoder),
                 tokens_sampled=lambda: engine.counters.decoded + engine.counters.prefilled,
                 span_sources=(engine,),
             ),
@@ -63,37 +67,43 @@ def open_components(
 
 
 @contextlib.contextmanager
-def _sample_by_vllm(inputs: RunInputs, trainer: RestorableTrainer, folder: Path) -> Iterator[RunComponents]:
-    """Yield components without drafts, whose metrics have the verdicts on published policies."""
+def _open_vllm_components(
+    inputs: RunInputs, trainer: RestorableTrainer, folder: Path
+) -> Iterator[RunComponents]:
+    """Start or join the vLLM server and yield components with it: without drafts, and with metrics of the
+    verdicts on published policies."""
     recipe, renderer = inputs.recipe, inputs.renderer
-    prompt = asyncio.run(start_env(environment(recipe, renderer, inputs.tools)(inputs.train_prompts[0])))
-    with vllm_engine(
+    prompt = asyncio.run(
+        start_env(new_episode_factory(recipe, renderer, inputs.tools)(inputs.train_prompts[0]))
+    )
+    with open_vllm_engine(
         recipe,
         inputs.decoder,
         renderer,
         model=inputs.folder,
         prompt=prompt,
         folder=folder / "vllm",
-        need=rollout_need(inputs),
+        need=compute_rollout_need(inputs),
     ) as engine:
         yield RunComponents(
             trainer=LentTrainer(trainer, engine.lend_memory)
             if lends_memory(recipe, inputs.decoder)
             else trainer,
             engine=engine,
-            extra_metrics=lambda: proof_row(engine.take_verdict()) | gpu_figures(inputs.decoder),
+            extra_metrics=lambda: make_proof_row(engine.take_verdict()) | take_gpu_figures(inputs.decoder),
             tokens_sampled=lambda: engine.signs,
             span_sources=(engine,),
         )
 
 
 class LentTrainer:
-    """``trainer``, with each step in the context ``lent``, in which the sampler lends its GPU memory."""
+    """A trainer whose steps and scores run in the context ``lend_memory``, in which the sampler frees its GPU
+    memory. The memory that torch caches is then released, so that the sampler gets its own back."""
 
     def __init__(
-        self, trainer: RestorableTrainer, lent: Callable[[], contextlib.AbstractContextManager[None]]
+        self, trainer: RestorableTrainer, lend_memory: Callable[[], contextlib.AbstractContextManager[None]]
     ) -> None:
-        self._trainer, self._lent = trainer, lent
+        self._trainer, self._lend_memory = trainer, lend_memory
         self.adapters, self.identity = trainer.adapters, trainer.identity
         self.tensors, self.counters, self.restore = trainer.tensors, trainer.counters, trainer.restore
 
@@ -102,22 +112,21 @@ class LentTrainer:
         return self._trainer.progress
 
     def step(self, batch: Batch) -> StepReport:
-        return self._borrow_memory(lambda: self._trainer.step(batch))
+        return self._run_with_memory(lambda: self._trainer.step(batch))
 
     def score(self, batch: Batch) -> Sequence[Any]:
-        return self._borrow_memory(lambda: self._trainer.score(batch))
+        return self._run_with_memory(lambda: self._trainer.score(batch))
 
-    def _borrow_memory(self, work: Callable[[], T]) -> T:
-        """The result of ``work``, done in lent memory, which is then given back."""
-        with self._lent():
+    def _run_with_memory(self, work: Callable[[], T]) -> T:
+        with self._lend_memory():
             try:
                 return work()
             finally:
                 free_cached_memory()
 
 
-def proof_row(verdict: Verdict | None) -> dict[str, float]:
-    """Metrics of the verdict on a policy; empty in steps without one."""
+def make_proof_row(verdict: Verdict | None) -> dict[str, float]:
+    """Return metrics of the verdict on a policy; empty for None, a step without one."""
     if verdict is None:
         return {}
     row = {"k3": verdict.k3, "k3_version": verdict.version, "k3_tokens": verdict.tokens}

@@ -1,6 +1,6 @@
 """Drafts of a run: the history that they come from, kept in its folder, and the drafter on it.
 
-Losing a history only costs time, so nothing here ends a run: errors of its file are warnings.
+A lost history only costs time, so nothing here ends a run: errors of its file are logged as warnings.
 """
 
 from __future__ import annotations
@@ -31,38 +31,39 @@ class Memory:
     drafter: HistoryDrafter
 
     def expect(self, request: Request) -> float:
-        """See ``expected``."""
-        return expected(self.history.lengths, request)
+        """See ``expect_length``."""
+        return expect_length(self.history.lengths, request)
 
-    def drafting(self, store: Store, saved_s: Callable[[], float]) -> Drafting:
-        """The metrics of drafts, with ``store``, which adds new answers to the history."""
+    def new_drafting(self, store: Store, saved_s: Callable[[], float]) -> Drafting:
+        """Make the object that computes metrics of drafts, and adds new answers to the history by ``store``.
+        ``saved_s`` returns the seconds that drafts have saved so far."""
         lengths, drafter = self.history.lengths, self.drafter
         return Drafting(store=store, lengths=lengths, drafter=drafter, saved_s=saved_s)
 
 
-class Seen:
+class SeenLengths:
     """Lengths of answers in this process, for runs without a history."""
 
     def __init__(self) -> None:
         self._lengths = Lengths()
 
     def expect(self, request: Request) -> float:
-        """See ``expected``."""
-        return expected(self._lengths, request)
+        """See ``expect_length``."""
+        return expect_length(self._lengths, request)
 
     def observe(self, request: Request, answer: Completion) -> None:
         self._lengths.observe(request.uid, [len(answer.tokens)])
 
 
-def expected(lengths: Lengths, request: Request) -> float:
-    """Expected number of tokens of the answer to a request; 0 if unknown."""
+def expect_length(lengths: Lengths, request: Request) -> float:
+    """Return the expected number of tokens of the answer to a request; 0 if unknown."""
     length = lengths.predict(request.uid)
     return length if math.isfinite(length) else 0.0
 
 
 def new_memory(section: DraftSection, saved: Path | None) -> Memory | None:
-    """The memory of a run, from the file ``saved`` if given; None without drafts in the recipe, or without a
-    compiler."""
+    """Make the memory of a run, from the file ``saved`` if that is not None and readable, else empty. Returns
+    None if the recipe has no drafts, or, with a warning, if the native code cannot be built."""
     if not section.enabled:
         return None
     try:
@@ -76,7 +77,8 @@ def new_memory(section: DraftSection, saved: Path | None) -> Memory | None:
 
 
 def load_history(path: Path) -> History | None:
-    """The history in ``path``; None, with a warning, if it is missing or cannot be used."""
+    """Return the history in ``path``; None, with a warning, if it is missing or cannot be used. Raises
+    BuildError if the native code cannot be built."""
     try:
         return History.load(path)
     except (OSError, ValueError) as error:
@@ -85,6 +87,7 @@ def load_history(path: Path) -> History | None:
 
 
 def save_history(history: History, path: Path) -> None:
+    """Write the history to ``path``; if that fails a warning is logged."""
     try:
         history.save(path)
     except OSError as error:

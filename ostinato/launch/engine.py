@@ -26,9 +26,15 @@ from ostinato.hf.model import TransformersModel
 from ostinato.hf.sampler import TransformersEngine
 from ostinato.launch import RunFailed
 from ostinato.launch.checks import check_exact, check_model
-from ostinato.launch.device_memory import Need, free_share, kv_memory_mb, lends_memory, vllm_kv_memory_mb
+from ostinato.launch.device_memory import (
+    Need,
+    choose_kv_memory_mb,
+    choose_vllm_kv_memory_mb,
+    lends_memory,
+    measure_free_share,
+)
 from ostinato.launch.drafts import Memory
-from ostinato.launch.models import adapter_spec
+from ostinato.launch.models import make_adapter_spec
 from ostinato.model.base import Base
 from ostinato.model.config import Activation
 from ostinato.model.decoder import Decoder
@@ -46,11 +52,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 AnyEngine = LocalEngine | TransformersEngine
-PROBE_TOKENS = 48  # most tokens of the prompt that published policies are checked on
+PROBE_TOKENS = 48  # longest prompt on which published policies are checked
 
 
 @contextlib.contextmanager
-def vllm_engine(
+def open_vllm_engine(
     recipe: Recipe,
     decoder: Decoder,
     renderer: Renderer,
@@ -60,14 +66,16 @@ def vllm_engine(
     folder: Path,
     need: Need | None = None,
 ) -> Iterator[VllmEngine]:
-    """Yield the engine on a vLLM server that is started, or joined at engine.address. ``model``: folder of
-    the base; ``prompt``: token ids [P] of any prompt of the run; ``folder``: for adapters and the log.
+    """Start a vLLM server, or join the one at engine.address, wait for it, and yield the engine on it; a
+    server that was started ends with the context. ``model``: folder of the base; ``prompt``: token ids [P] of
+    any prompt of the run; ``folder``: for adapters and the log; ``need``: of the KV cache, None if unknown.
 
-    Raises ValueError for an unsuitable server, and RunFailed for a server that does not answer.
+    Raises ValueError for a model, a recipe, a Python or a server that does not suit, and RunFailed if the
+    server is lost or does not answer in time.
     """
     check_model(recipe.adapter, decoder)
     cluster, outputs = recipe.cluster, _select_outputs(recipe, decoder)
-    server = _server(recipe, decoder, model, folder, need)
+    server = _new_server(recipe, decoder, model, folder, need)
     location = recipe.engine.address or f"started here, its log {folder / 'server.log'}"
     logger.info(f"vLLM         {location}; waited for {cluster.start_s:g} s at most")
     try:
@@ -77,7 +85,7 @@ def vllm_engine(
             folder=folder,
             decode=renderer.decode,
             probe=prompt[:PROBE_TOKENS],
-            spec=adapter_spec(recipe.adapter),
+            spec=make_adapter_spec(recipe.adapter),
             routes=outputs["routes"],
             supports=outputs["supports"],
             silence_s=cluster.silence_s,
@@ -91,12 +99,13 @@ def vllm_engine(
         engine.close()
 
 
-def _server(recipe: Recipe, decoder: Decoder, model: Path, folder: Path, need: Need | None) -> Server:
-    """The server at engine.address, or a new one as a child. Raises ValueError for what it cannot return."""
+def _new_server(recipe: Recipe, decoder: Decoder, model: Path, folder: Path, need: Need | None) -> Server:
+    """Make the object of the server at engine.address, or of a child to start. Raises ValueError, for a
+    child, if its Python has no vLLM or if the recipe needs outputs that vLLM has only on a GPU."""
     settings, start_s, key = recipe.engine, recipe.cluster.start_s, os.environ.get(KEY, "")
     if settings.address:
         return VllmAt(settings.address, start_s=start_s, key=key)
-    spec, config = adapter_spec(recipe.adapter), decoder.config
+    spec, config = make_adapter_spec(recipe.adapter), decoder.config
     experts, outputs = list_expert_kinds(config, spec), _select_outputs(recipe, decoder)
     if decoder.device.type == "cpu" and any(outputs.values()):
         key = "trainer.replay" if outputs["routes"] else "rollout.top_k, top_p or min_p"
@@ -107,8 +116,8 @@ def _server(recipe: Recipe, decoder: Decoder, model: Path, folder: Path, need: N
         dtype=recipe.model.dtype,
         context=decoder.config.max_positions,
         max_batch=settings.max_batch,
-        kv_memory_mb=vllm_kv_memory_mb(recipe, decoder, need),
-        memory_share=free_share(decoder),
+        kv_memory_mb=choose_vllm_kv_memory_mb(recipe, decoder, need),
+        memory_share=measure_free_share(decoder),
         lends=lends_memory(recipe, decoder),
         rank=max(spec.rank, spec.expert_rank or 0) if experts else spec.rank,
         shared_experts=bool(experts) and spec.expert_scheme == ExpertScheme.SHARED_OUTER,
@@ -119,7 +128,8 @@ def _server(recipe: Recipe, decoder: Decoder, model: Path, folder: Path, need: N
 
 
 def _select_outputs(recipe: Recipe, decoder: Decoder) -> dict[str, bool]:
-    """Whether the server returns expert routes, for replay, and the supports of filtered distributions."""
+    """Choose whether the server returns expert routes, for replay, and the supports of filtered
+    distributions; by the names of ``Serve``'s fields."""
     rollout = recipe.rollout
     return {
         "routes": decoder.num_moe_layers > 0 and recipe.trainer.replay is not False,
@@ -128,7 +138,8 @@ def _select_outputs(recipe: Recipe, decoder: Decoder) -> dict[str, bool]:
 
 
 def _find_python(path: str) -> str:
-    """The interpreter ``given``, or this one, if it has vLLM. Raises ValueError otherwise."""
+    """Find the interpreter ``path``, or this one if that is empty, and run it to look for vLLM. Raises
+    ValueError if it is no program or has no vLLM."""
     python = shutil.which(str(Path(path).expanduser())) if path else sys.executable
     if python is None:
         raise ValueError(f"engine.python is {path!r}, which is no program; name the python that has vLLM")
@@ -150,17 +161,17 @@ def new_engine(
     need: Need | None = None,
     name: str = "sampler-0",
 ) -> LocalEngine:
-    """The in-process engine of the base, on the decoder's own tensors or a copy (``engine.weights``), with
-    drafts from ``memory``. ``need``: of the KV cache, None if unknown. ``name``: of the worker in the
-    timeline."""
+    """Make the in-process engine of the base, on the decoder's own tensors or a copy (``engine.weights``),
+    with drafts from ``memory``. ``need``: of the KV cache, None if unknown. ``name``: of the worker in the
+    timeline. Raises ValueError for a model of transformers, and if model.exact is not possible here."""
     if not isinstance(decoder, Decoder):
         raise ValueError('model.backend is "transformers", and this needs our own decoder: "native"')
-    sampler = sampler_decoder(recipe.engine, decoder, kernels(recipe.engine, decoder))
+    sampler = make_sampler_decoder(recipe.engine, decoder, choose_kernels(recipe.engine, decoder))
     return LocalEngine(
         sampler,
-        kernels=sampler_kernels(recipe, sampler),
+        kernels=choose_sampler_kernels(recipe, sampler),
         decode=renderer.decode,
-        kv_memory_mb=kv_memory_mb(recipe, sampler, need),
+        kv_memory_mb=choose_kv_memory_mb(recipe, sampler, need),
         max_batch=recipe.engine.max_batch,
         context_limit=decoder.config.max_positions,
         drafter=memory.drafter if memory else None,
@@ -169,7 +180,7 @@ def new_engine(
     )
 
 
-def any_engine(
+def new_any_engine(
     recipe: Recipe,
     decoder: Base,
     renderer: Renderer,
@@ -177,35 +188,38 @@ def any_engine(
     *,
     need: Need | None = None,
 ) -> AnyEngine:
-    """``new_engine``, or for a model of transformers its sampler."""
+    """Make the engine as ``new_engine``, or for a model of transformers its own engine, without drafts and
+    ``need``."""
     if isinstance(decoder, TransformersModel):
         return TransformersEngine(
             decoder,
             decode=renderer.decode,
             max_batch=recipe.engine.max_batch,
             context_limit=decoder.config.max_positions,
-            kernels=kernels(recipe.engine, decoder),
+            kernels=choose_kernels(recipe.engine, decoder),
         )
     assert isinstance(decoder, Decoder)
     return new_engine(recipe, decoder, renderer, memory, need=need)
 
 
-def sampler_decoder(section: EngineSection, decoder: Decoder, kernels: Kernels | None) -> Decoder:
-    """The decoder that the engine samples from (``engine.weights``); the size of a copy is logged."""
+def make_sampler_decoder(section: EngineSection, decoder: Decoder, kernels: Kernels | None) -> Decoder:
+    """Return the decoder that the engine samples from: ``decoder`` itself, or a copy with ``engine.weights``,
+    whose size is logged."""
     weights = Weights(section.weights)
     sampler = quantise(decoder, weights)
     if sampler is not decoder:
         copy_mb, model_mb = (size / 1e6 for size in (own_bytes(sampler, decoder), own_bytes(decoder)))
-        fast = kernels is not None and (kernels.fast_codes or weights is Weights.INT8)
-        slow = "" if fast else "; on this machine they save memory and cost time"
+        is_fast = kernels is not None and (kernels.fast_codes or weights is Weights.INT8)
+        note = "" if is_fast else "; on this machine they save memory and cost time"
         logger.info(
-            f"engine weights {weights}: {copy_mb:,.0f} MB beside the model's {model_mb:,.0f} MB{slow}"
+            f"engine weights {weights}: {copy_mb:,.0f} MB beside the model's {model_mb:,.0f} MB{note}"
         )
     return sampler
 
 
-def kernels(section: EngineSection, decoder: Decoder | TransformersModel) -> Kernels | None:
-    """The native kernels; None if switched off, not on a CPU, or (with a warning) if they cannot be built."""
+def choose_kernels(section: EngineSection, decoder: Decoder | TransformersModel) -> Kernels | None:
+    """Return the native kernels, built if they are not yet. Returns None if engine.native is false, for a
+    decoder that is not on a CPU, and, with a warning, if they cannot be built."""
     if not section.native or decoder.device.type != "cpu":
         return None
     try:
@@ -215,11 +229,13 @@ def kernels(section: EngineSection, decoder: Decoder | TransformersModel) -> Ker
         return None
 
 
-def sampler_kernels(recipe: Recipe, decoder: Decoder) -> Kernels | CudaKernels | None:
-    """The kernels of the engine, on a GPU those in Triton if it runs and they pass their checks; else
-    None."""
+def choose_sampler_kernels(recipe: Recipe, decoder: Decoder) -> Kernels | CudaKernels | None:
+    """Return the kernels of the engine: those of ``choose_kernels``, or on a GPU those in Triton, compared
+    with torch here. None if they cannot run or, with a warning, if their numbers are not torch's; a fault of
+    CUDA graphs or of mixed policies switches off only these. Raises ValueError for model.exact without
+    kernels."""
     if decoder.device.type != "cuda":
-        return kernels(recipe.engine, decoder)
+        return choose_kernels(recipe.engine, decoder)
     if not _can_run_triton(recipe.engine, decoder):
         return None
     from ostinato.engine.proof import prove_kernels
@@ -237,14 +253,15 @@ def sampler_kernels(recipe: Recipe, decoder: Decoder) -> Kernels | CudaKernels |
     return proven
 
 
-def training_ops(recipe: Recipe, decoder: Base) -> Ops:
-    """The arithmetic of the trainer. Raises ValueError for a ``model.exact`` that is not possible here."""
+def choose_training_ops(recipe: Recipe, decoder: Base) -> Ops:
+    """Return the arithmetic of the trainer. Raises ValueError for a ``model.exact`` that is not possible on
+    this machine, with this model, or with the recipe's other keys."""
     if isinstance(decoder, TransformersModel):
         return TORCH_OPS
     decoder = cast(Decoder, decoder)  # the only other Base
-    native = kernels(recipe.engine, decoder)
+    native = choose_kernels(recipe.engine, decoder)
     if not recipe.model.exact:
-        return native.training if native else card_ops(recipe.engine, decoder) or TORCH_OPS
+        return native.training if native else choose_card_ops(recipe.engine, decoder) or TORCH_OPS
     check_exact(recipe)
     if decoder.config.window is not None:
         raise ValueError("model.exact is true, but layers of this model have a window; set it to false")
@@ -254,14 +271,15 @@ def training_ops(recipe: Recipe, decoder: Base) -> Ops:
             "has no kernel; set it to false"
         )
     if decoder.device.type == "cuda":
-        return exact_card_ops(recipe.engine, decoder)
+        return choose_exact_card_ops(recipe.engine, decoder)
     if native is None:
         raise ValueError("model.exact is true, but its kernels cannot be built; set it to false")
     return native.exact
 
 
-def exact_card_ops(section: EngineSection, decoder: Decoder) -> Ops:
-    """The arithmetic of ``model.exact`` on a GPU. Raises ValueError where that is not possible."""
+def choose_exact_card_ops(section: EngineSection, decoder: Decoder) -> Ops:
+    """Return the arithmetic of ``model.exact`` on a GPU. Raises ValueError if the router has groups, Triton
+    does not run, or a kernel has a fault."""
     moe = decoder.config.moe
     if moe is not None and moe.num_groups > 1:
         raise ValueError("model.exact is true with a router of groups, which no kernel has; set it to false")
@@ -276,8 +294,9 @@ def exact_card_ops(section: EngineSection, decoder: Decoder) -> Ops:
     return ops
 
 
-def card_ops(section: EngineSection, decoder: Decoder) -> Ops | None:
-    """The checked Triton kernels of the decoder's GPU; None on a CPU or without Triton."""
+def choose_card_ops(section: EngineSection, decoder: Decoder) -> Ops | None:
+    """Return the Triton kernels of the decoder's GPU that pass their checks; a fault is logged as a warning.
+    None on a CPU, or if Triton does not run (``_can_run_triton``)."""
     if decoder.device.type != "cuda" or not _can_run_triton(section, decoder):
         return None
     from ostinato.model.cuda import CUDA_OPS
@@ -290,7 +309,8 @@ def card_ops(section: EngineSection, decoder: Decoder) -> Ops | None:
 
 
 def _can_run_triton(section: EngineSection, decoder: Decoder) -> bool:
-    """Whether Triton kernels run on the decoder's GPU; warns if it is not the current one."""
+    """Whether Triton kernels run on the decoder's GPU: not with engine.native = false or without Triton, nor,
+    with a warning, on a GPU that is not the current one."""
     if not section.native or importlib.util.find_spec("triton") is None:
         return False
     if decoder.device.index in (None, torch.cuda.current_device()):  # where Triton launches
@@ -302,11 +322,12 @@ def _can_run_triton(section: EngineSection, decoder: Decoder) -> bool:
 
 @cache
 def _warn_once(sentence: str) -> None:
-    """Log a warning once, as engine and trainer each load the kernels."""
+    """Log a warning the first time it is given: engine and trainer would each report the same kernels."""
     logger.warning(sentence)
 
 
-def shares(recipe: Recipe) -> bool:
-    """Whether all workers of a host map one copy of the base."""
+def shares_base(recipe: Recipe) -> bool:
+    """Whether all workers of a host map one copy of the base: of a cluster on Linux that trains an
+    adapter."""
     cluster = recipe.cluster
     return bool(cluster.samplers) and sys.platform == "linux" and recipe.adapter.kind == "lora"

@@ -1,4 +1,5 @@
-"""Graders of a recipe's reward functions, run in children of this process or of a worker, without torch."""
+"""Graders of a recipe's reward functions, which run in children of this process or of a worker, without
+torch."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from ostinato.workers.remote import WorkerFault
 def new_grader(
     recipe: Recipe, scorers: Mapping[str, Scorer] = MappingProxyType({}), counters: Counter[str] | None = None
 ) -> WorkerGrader:
-    """The grader of a recipe. ``scorers``: the judges among its functions, which count in ``counters``."""
+    """Make the grader of a recipe; its children are not started yet. ``scorers``: the judges among its
+    functions, by name. ``counters``: what grader and judges count in, None for counters of its own."""
     return WorkerGrader(
         list(recipe.reward.functions),
         weights=list(recipe.reward.weights) or None,
@@ -32,9 +34,10 @@ def new_grader(
 
 
 def grader(recipe: str, name: str) -> GraderServer:
-    """A worker of a cluster (see ``launch.workers``) that grades; ``name`` is its name in the timeline.
+    """Make the part of a cluster's worker (see ``launch.workers``) that grades; start its children and import
+    the rewards of ``recipe`` (TOML) in them. ``name`` is its name in the timeline.
 
-    Raises WorkerFault if the rewards cannot be imported on its host; on the driver's they can.
+    Raises WorkerFault if a reward cannot be used on this host, as the driver has already tried it on its own.
     """
     worker_grader = new_grader(Recipe.parse(tomllib.loads(recipe)))
     try:

@@ -1,6 +1,6 @@
 """The inputs of a run: model, tokenizer, prompts and rewards, loaded and checked before any work starts.
 
-Functions raise ValueError with one sentence for what the user can fix.
+Functions raise ValueError, with one sentence, for mistakes that the user can correct.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from ostinato.env.mixture import Mixture, count_places, label_prompts
 from ostinato.env.rows import with_columns
 from ostinato.env.tasks import Rows, add_system_prompt, check_disjoint, check_params, load_tasks
 from ostinato.env.tools import Tool, resolve_tools
-from ostinato.launch.checks import check, check_columns, check_solvable, warn_of_control_tokens
-from ostinato.launch.device_memory import Need, check_room, free_memory, step_need
-from ostinato.launch.engine import shares
+from ostinato.launch.checks import check_columns, check_recipe, check_solvable, warn_of_control_tokens
+from ostinato.launch.device_memory import Need, check_room, compute_step_need, measure_free_memory
+from ostinato.launch.engine import shares_base
 from ostinato.launch.graders import new_grader
-from ostinato.launch.machine import device_of
+from ostinato.launch.machine import choose_device
 from ostinato.launch.models import load_decoder
 from ostinato.launch.trainer import check_teacher
 from ostinato.model.config import read_config
@@ -51,7 +51,7 @@ from ostinato.types import Prompt, Sampling
 
 log = logging.getLogger(__name__)
 Tools = Mapping[str, Mapping[str, Tool]]  # by task, by their own name
-TEMPLATE = 64  # tokens that a template adds to a prompt, about
+TEMPLATE_TOKENS = 64  # that a template adds to a prompt, by assumption
 
 
 class ClosingGrader(Grader, Protocol):
@@ -79,7 +79,7 @@ class RunInputs:
     tools: Tools
     tool_counters: Counter[str] = dataclasses.field(default_factory=Counter)
     num_overlong: int = 0  # rows that are left out (task.overlong)
-    left_open: Sequence[str] = ()  # what reward.isolation cannot prevent on this machine, in words
+    isolation_gaps: Sequence[str] = ()  # what reward.isolation cannot prevent on this machine, in words
     warnings: Sequence[str] = ()  # of the dry run of rewards; a sentence, and lines under it
 
     def __enter__(self) -> RunInputs:
@@ -91,9 +91,14 @@ class RunInputs:
             self.agents.close()
 
 
-def prepare(recipe: Recipe, *, training: bool) -> RunInputs:
-    """Load and check what the recipe names; the result is a context that ends the reward workers."""
-    algorithm = check(recipe)
+def prepare_inputs(recipe: Recipe, *, training: bool) -> RunInputs:
+    """Load and check what the recipe names: model, prompts, tools, rewards, agents. Starts MCP servers,
+    the processes of the grader, and the server of agents. Calls every reward once and takes one step in each
+    task's own environment, to try them. The result is a context that ends the grader and the agents' server.
+
+    ``training``: also load the prompts to train on, check the teacher and the GPU's memory (RunFailed), and
+    let workers of a cluster share the model."""
+    algorithm = check_recipe(recipe)
     for name in recipe.task.by_name:
         check_solvable(recipe.judges(name))
     folder = model_folder(recipe.model.path)
@@ -102,24 +107,26 @@ def prepare(recipe: Recipe, *, training: bool) -> RunInputs:
         check_teacher(recipe, algorithm, renderer)
     train, scored = read_sets(recipe, training)
     warn_of_control_tokens(renderer, [(row.where, row.messages) for row in (*train, *scored[MAIN_SET])])
-    free = free_memory(device_of(recipe.model)) if training and not recipe.parallel.sharded else None
+    free = (
+        measure_free_memory(choose_device(recipe.model)) if training and not recipe.parallel.sharded else None
+    )
     if free is not None and recipe.model.backend == "native":
         check_room(recipe, read_config(folder), free)
-    decoder = load_decoder(recipe.model, folder, shared=training and shares(recipe))
+    decoder = load_decoder(recipe.model, folder, shared=training and shares_base(recipe))
     tools, too_long = load_tools(recipe.task), set[int]()
-    for name, rows in of_tasks([row for prompts in (train, *scored.values()) for row in prompts]).items():
+    for name, rows in group_by_task(
+        [row for prompts in (train, *scored.values()) for row in prompts]
+    ).items():
         check_columns(recipe.judges(name), rows)
-        too_long |= set(map(id, overlong(recipe, rows, renderer, decoder.config.max_positions, tools)))
-        if (
-            renderer.vocab_size > decoder.config.vocab_size
-        ):  # rare: some rows may have tokens without embeddings
+        too_long |= set(map(id, find_overlong(recipe, rows, renderer, decoder.config.max_positions, tools)))
+        if renderer.vocab_size > decoder.config.vocab_size:  # rows may have tokens without embeddings
             for row in rows:
                 check_tokens(renderer.prompt(row), row.where, renderer, decoder.config.vocab_size)
     train, *remaining = (_drop_overlong(too_long, rows) for rows in (train, *scored.values()))
     scored = dict(zip(scored, remaining, strict=True))
     counters = Counter[str]()
-    judged = any(function.startswith(JUDGE) for function in recipe.reward.functions)
-    judges = load("judge:")(recipe, decoder, folder, counters) if judged else {}
+    has_judges = any(function.startswith(JUDGE) for function in recipe.reward.functions)
+    judges = load_app("judge:")(recipe, decoder, folder, counters) if has_judges else {}
     grader = new_grader(recipe, judges, counters)
     try:
         warnings = try_rewards(grader, [train, *scored.values()], renderer)
@@ -140,26 +147,27 @@ def prepare(recipe: Recipe, *, training: bool) -> RunInputs:
         agents=agents,
         tools=tools,
         num_overlong=len(too_long),
-        left_open=grader.left_open,
+        isolation_gaps=grader.left_open,
         warnings=warnings,
     )
 
 
 def read_sets(recipe: Recipe, training: bool) -> tuple[list[Prompt], dict[str, list[Prompt]]]:
-    """(prompts to train on, empty unless ``training``; prompts of each scored set by name, the main one
-    first). Raises ValueError for what cannot be read, and for scored prompts that are trained on."""
-    train = prompts(recipe, "train", None) if training else []
-    held_out = prompts(recipe, recipe.eval.split, recipe.eval.n)
+    """Return (prompts to train on, empty unless ``training``; prompts of each scored set by name, the main
+    one first). Raises ValueError for sources that cannot be read, and for held-out prompts that are also
+    trained on, if eval.split is "eval"."""
+    train = read_prompts(recipe, "train", None) if training else []
+    held_out = read_prompts(recipe, recipe.eval.split, recipe.eval.n)
     if training and recipe.eval.split == "eval":
-        fixed = {name for name, task in recipe.task.by_name.items() if task.source != SEEDS}
         # the text of "seeds" is the same in every game, so it is not compared
-        check_disjoint(*([row for row in rows if row.task in fixed] for rows in (train, held_out)))
-    return train, {MAIN_SET: held_out, **downstream_prompts(recipe, train)}
+        compared_tasks = {name for name, task in recipe.task.by_name.items() if task.source != SEEDS}
+        check_disjoint(*([row for row in rows if row.task in compared_tasks] for rows in (train, held_out)))
+    return train, {MAIN_SET: held_out, **read_downstream_prompts(recipe, train)}
 
 
-def downstream_prompts(recipe: Recipe, train: Sequence[Prompt]) -> dict[str, list[Prompt]]:
-    """The prompts of each downstream set by name. Raises ValueError, with the name, for what cannot be read,
-    and for a set of the training's own source that shares prompts with ``train``."""
+def read_downstream_prompts(recipe: Recipe, train: Sequence[Prompt]) -> dict[str, list[Prompt]]:
+    """Read the prompts of each downstream set by name. Raises ValueError, with the name, for a set that
+    cannot be read, and for a set of the training's own source that shares prompts with ``train``."""
     sets, tasks, seed = dict[str, list[Prompt]](), recipe.task.by_name, recipe.task.seed
     for name, section in recipe.eval.downstream.items():
         task_name = section.task or next(iter(tasks))
@@ -175,12 +183,13 @@ def downstream_prompts(recipe: Recipe, train: Sequence[Prompt]) -> dict[str, lis
 
 
 def try_rewards(grader: WorkerGrader, sets: Iterable[Sequence[Prompt]], renderer: Renderer) -> list[str]:
-    """Call every reward on a row of each task, and on own answers of rows; returns distinct warnings."""
+    """Call every reward on the first row of each task, and on the rows' own answers; returns the warnings,
+    one of each first line. This starts the grader's processes. Raises ValueError for a reward that fails."""
 
     def encode(text: str) -> list[int]:
         return renderer.encode(text).tolist()
 
-    tasks = [rows for prompts in sets for rows in of_tasks(prompts).values()]
+    tasks = [rows for prompts in sets for rows in group_by_task(prompts).values()]
     warnings = [warning for rows in tasks for warning in grader.check(rows[0], encode)]
     for rows in tasks:
         warnings += warnings_of(grader.own_verdicts(spread(rows), encode))
@@ -188,23 +197,25 @@ def try_rewards(grader: WorkerGrader, sets: Iterable[Sequence[Prompt]], renderer
 
 
 def _open_agents(recipe: Recipe, renderer: Renderer) -> AgentTasks | None:
-    """The server of agents' episodes; None for tasks without an agent."""
+    """Start the server of agents' episodes; None for tasks without an agent. Raises ValueError if a package
+    that it needs is not installed."""
     if not any(task.has_agent for task in recipe.task.by_name.values()):
         return None
     try:
-        return load("task.agent")(recipe, renderer)
+        return load_app("task.agent")(recipe, renderer)
     except ModuleNotFoundError as error:
         raise ValueError(f'agents need {error.name}; install it: pip install "ostinato[serve]"') from None
 
 
-def prompts(recipe: Recipe, split: str, n: int | None) -> list[Prompt]:
-    """``n`` prompts, divided over a mixture by its weights; if None, ``n_train`` of each task, all rows of a
-    file where that is 0. Raises ValueError, with the name of a mixture's task."""
+def read_prompts(recipe: Recipe, split: str, n: int | None) -> list[Prompt]:
+    """Read ``n`` prompts, divided over a mixture by its weights. If ``n`` is None, read ``n_train`` of each
+    task; if that is 0, all rows of its file. Raises ValueError, in a mixture with the task's name, for a
+    source that cannot be read."""
     section, prompts_of_tasks = recipe.task, list[Prompt]()
-    sizes = {} if n is None else count_places(weights(recipe.task), section.seed, n)
+    sizes = {} if n is None else count_places(list_task_weights(recipe.task), section.seed, n)
     for name, task in section.by_name.items():
         try:
-            rows = _rows(task, split, section.seed, sizes.get(name, task.n_train or None))
+            rows = _read_rows(task, split, section.seed, sizes.get(name, task.n_train or None))
             prompts_of_tasks += label_prompts(with_columns(rows, task.columns), name)
         except ValueError as error:
             if not name:
@@ -213,15 +224,17 @@ def prompts(recipe: Recipe, split: str, n: int | None) -> list[Prompt]:
     return prompts_of_tasks
 
 
-def weights(section: TaskSection) -> dict[str, float]:
-    """The sampling weight of each task by name; {"": 1.0} without a mixture."""
+def list_task_weights(section: TaskSection) -> dict[str, float]:
+    """List the sampling weight of each task by name; {"": 1.0} without a mixture."""
     return {task.name: task.weight for task in section.mix} or {"": 1.0}
 
 
-def _rows(task: OneTask, split: str, seed: int, n: int | None) -> list[Prompt]:
-    """At most ``n`` prompts of one task: of a verifiers environment, a source, or seeds of an environment."""
+def _read_rows(task: OneTask, split: str, seed: int, n: int | None) -> list[Prompt]:
+    """Read at most ``n`` prompts of one task, all if None: of a verifiers environment, a source, or seeds of
+    an environment. Raises ValueError if all seeds are asked for, and for parameters that the rows do not
+    take."""
     if task.agent.startswith(VERIFIERS):
-        taskset = load(VERIFIERS)(task.agent, task.env_params)
+        taskset = load_app(VERIFIERS)(task.agent, task.env_params)
         check_params(taskset.rows, task.params, task.agent, skip=("split", "n"))
         return taskset.rows(split, n, **task.params)
     if task.source != SEEDS:
@@ -234,14 +247,16 @@ def _rows(task: OneTask, split: str, seed: int, n: int | None) -> list[Prompt]:
 
 
 def new_tasks(inputs: RunInputs) -> Tasks:
-    """The stream of prompts that the run trains on."""
-    seed, by_task = inputs.recipe.task.seed, of_tasks(inputs.train_prompts)
+    """Make the stream of prompts that the run trains on."""
+    seed, by_task = inputs.recipe.task.seed, group_by_task(inputs.train_prompts)
     streams = {name: Rows(rows, seed=seed) for name, rows in by_task.items()}
-    return streams[""] if "" in streams else Mixture(streams, weights(inputs.recipe.task), seed=seed)
+    return (
+        streams[""] if "" in streams else Mixture(streams, list_task_weights(inputs.recipe.task), seed=seed)
+    )
 
 
-def of_tasks(rows: Sequence[Prompt]) -> dict[str, list[Prompt]]:
-    """The prompts of each task, in their order; all under "" without a mixture."""
+def group_by_task(rows: Sequence[Prompt]) -> dict[str, list[Prompt]]:
+    """Group the prompts by their task, in their order; all under "" without a mixture."""
     by_task: dict[str, list[Prompt]] = {}
     for row in rows:
         by_task.setdefault(row.task, []).append(row)
@@ -249,7 +264,8 @@ def of_tasks(rows: Sequence[Prompt]) -> dict[str, list[Prompt]]:
 
 
 def _drop_overlong(too_long: Set[int], rows: Sequence[Prompt]) -> list[Prompt]:
-    """The rows that are not in ``too_long`` (by ``id``). Raises ValueError where none is left."""
+    """Return the rows that are not in ``too_long`` (by ``id``). Raises ValueError if none is left of
+    several."""
     remaining = [row for row in rows if id(row) not in too_long]
     if rows and not remaining:
         raise ValueError(
@@ -259,34 +275,36 @@ def _drop_overlong(too_long: Set[int], rows: Sequence[Prompt]) -> list[Prompt]:
     return remaining
 
 
-def overlong(
+def find_overlong(
     recipe: Recipe,
     rows: Sequence[Prompt],
     renderer: Renderer,
     context: int,
     tools: Tools,
 ) -> list[Prompt]:
-    """Rows of tasks with ``task.overlong = "filter"`` whose prompt, with ``tools``, leaves no room for an
-    answer. A token is a byte or more, so only long prompts are rendered.
+    """Find the rows of tasks with ``task.overlong = "filter"`` whose prompt, with ``tools``, leaves no room
+    for an answer. A token is a byte or more, so only long prompts are rendered. The environment of the first
+    row of each task is also tried with one step, and its warning is logged.
 
-    Raises ValueError naming the first such row of a task that refuses them."""
-    longest, keys = longest_answer(recipe.rollout, renderer)
-    room = context - longest
+    Raises ValueError naming the first such row of a task that refuses them; for an answer or a memory.budget
+    that does not fit into ``context`` (tokens) by itself; and for an environment that raises."""
+    answer_tokens, keys = find_longest_answer(recipe.rollout, renderer)
+    room = context - answer_tokens
     if room < 1:
         raise ValueError(
-            f"an answer has up to {longest} tokens ({keys}), but the context of {recipe.model.path} "
+            f"an answer has up to {answer_tokens} tokens ({keys}), but the context of {recipe.model.path} "
             f"is {context} tokens; lower {keys}, so that a prompt fits in front"
         )
     if recipe.memory.budget > room and any(task.memory for task in recipe.task.by_name.values()):
         raise ValueError(
-            f"memory.budget is {recipe.memory.budget}; with an answer of {longest} ({keys}) it exceeds the "
-            f"context of {context}: lower one of them"
+            f"memory.budget is {recipe.memory.budget}; with an answer of {answer_tokens} ({keys}) it exceeds "
+            f"the context of {context}: lower one of them"
         )
-    episode = environment(recipe, renderer, tools)
+    new_episode = new_episode_factory(recipe, renderer, tools)
 
-    def length_of(row: Prompt, tries: bool = False) -> int:
+    def measure_length(row: Prompt, takes_step: bool = False) -> int:
         try:
-            return asyncio.run(_count_tokens(episode(row), row, tries))
+            return asyncio.run(_count_tokens(new_episode(row), row, takes_step))
         except Exception as error:
             task = recipe.task.by_name[row.task]
             if isinstance(error, ValueError) or not task.env:
@@ -294,29 +312,30 @@ def overlong(
             sentence = f"{type(error).__name__}: {error}"
             raise ValueError(f"task.env {task.env!r} on {row.where} raised {sentence}; fix it") from error
 
-    sizes, too_long = [_bytes(row) for row in rows], list[Prompt]()
-    # The longest prompt and the one of most messages bound what the template adds to any other.
+    sizes, too_long = [_count_bytes(row) for row in rows], list[Prompt]()
+    # What the template adds to a prompt is at most the whole of the prompt with most bytes or most messages.
     candidates = (int(np.argmax(counts)) for counts in (sizes, [len(row.messages or ()) for row in rows]))
-    template_tokens = max(length_of(rows[index]) for index in {*candidates})
-    for first in {row.task: row for row in reversed(rows)}.values():
-        length_of(first, tries=True)
-    for row, size in zip(rows, sizes, strict=True):
-        if size + template_tokens <= room or (length := length_of(row)) <= room:
+    template_tokens = max(measure_length(rows[index]) for index in {*candidates})
+    for first_row in {row.task: row for row in reversed(rows)}.values():  # the last one to be set stays
+        measure_length(first_row, takes_step=True)
+    for row, num_bytes in zip(rows, sizes, strict=True):
+        if num_bytes + template_tokens <= room or (length := measure_length(row)) <= room:
             continue
         if recipe.task.by_name[row.task].overlong == "refuse":
             raise ValueError(
-                f"{row.where} has {length} tokens; with an answer of {longest} ({keys}) it exceeds the "
+                f"{row.where} has {length} tokens; with an answer of {answer_tokens} ({keys}) it exceeds the "
                 f'context of {context}: shorten it, lower {keys}, or set task.overlong = "filter"'
             )
         too_long.append(row)
     return too_long
 
 
-async def _count_tokens(env: Env, row: Prompt, tries: bool) -> int:
-    """Number of tokens of the first context. With ``tries`` a user's own environment also takes one step."""
+async def _count_tokens(env: Env, row: Prompt, takes_step: bool) -> int:
+    """Start the episode ``env``, count the tokens of its first context, and close it. With ``takes_step`` a
+    user's own environment also takes one step, and its warning is logged."""
     try:
         length = len(await start_env(env))
-        if tries and isinstance(env, EnvEpisode):
+        if takes_step and isinstance(env, EnvEpisode):
             warning = await env.try_step(str(row.columns.get("answer") or "I do not know."))
             if warning:
                 log.warning(f"the environment of {row.where} {warning}")
@@ -325,18 +344,19 @@ async def _count_tokens(env: Env, row: Prompt, tries: bool) -> int:
         await close_env(env)
 
 
-def check_tokens(tokens: np.ndarray, where: str, renderer: Renderer, vocab_size: int) -> None:
-    """Raises ValueError for a token without an embedding, which was added to the tokenizer alone."""
+def check_tokens(tokens: np.ndarray, location: str, renderer: Renderer, vocab_size: int) -> None:
+    """Raises ValueError for a token of the row at ``location`` that was added to the tokenizer alone, so that
+    the model has no embedding of it."""
     if len(tokens) and (token := int(tokens.max())) >= vocab_size:
         raise ValueError(
-            f"{where} has the token {renderer.decode([token], skip_special=False)!r} ({token}); the model "
+            f"{location} has the token {renderer.decode([token], skip_special=False)!r} ({token}); the model "
             f"has embeddings for 0 to {vocab_size - 1}: leave it out, or save the model with "
             "resize_token_embeddings first"
         )
 
 
-def longest_answer(section: RolloutSection, renderer: Renderer) -> tuple[int, str]:
-    """(most tokens of the answer of a turn, the recipe keys that set it)."""
+def find_longest_answer(section: RolloutSection, renderer: Renderer) -> tuple[int, str]:
+    """Return (largest number of tokens of a turn's answer, the recipe keys that set it)."""
     interruption = new_interruption(section, renderer)
     if interruption is None:
         return section.max_tokens, "rollout.max_tokens"
@@ -344,15 +364,15 @@ def longest_answer(section: RolloutSection, renderer: Renderer) -> tuple[int, st
 
 
 def new_interruption(rollout: RolloutSection, renderer: Renderer) -> Interruption | None:
-    """The interruption of thinking; None without rollout.interrupt_after. Raises ValueError for its
-    phrase."""
+    """Make the interruption of thinking; None without rollout.interrupt_after. Raises ValueError for a
+    rollout.interrupt_phrase with a token that ends an answer."""
     if not rollout.interrupt_after:
         return None
     phrase = renderer.encode(rollout.interrupt_phrase)
-    if ends := np.intersect1d(phrase, renderer.stop_tokens).tolist():
+    if stop_tokens := np.intersect1d(phrase, renderer.stop_tokens).tolist():
         raise ValueError(
-            f"rollout.interrupt_phrase has {renderer.decode(ends[:1], skip_special=False)!r}, which ends an "
-            "answer; leave it out"
+            f"rollout.interrupt_phrase has {renderer.decode(stop_tokens[:1], skip_special=False)!r}, which "
+            "ends an answer; leave it out"
         )
     shortest, longest = rollout.interrupt_after
     return Interruption(
@@ -365,38 +385,38 @@ def new_interruption(rollout: RolloutSection, renderer: Renderer) -> Interruptio
     )
 
 
-def _bytes(prompt: Prompt) -> int:
-    """Bytes that the template writes of this prompt alone."""
+def _count_bytes(prompt: Prompt) -> int:
+    """Count the bytes of the prompt's text, or of its messages and tools as JSON."""
     if prompt.messages is None:
         return len((prompt.text or "").encode())
     return len(json.dumps([prompt.messages, prompt.tools], ensure_ascii=False, default=str).encode())
 
 
-def rollout_need(inputs: RunInputs) -> Need:
-    """KV cache need of a training step; assumes two bytes or more per token of a prompt."""
+def compute_rollout_need(inputs: RunInputs) -> Need:
+    """Compute the KV cache need of a training step; assumes two bytes or more per token of a prompt."""
     recipe = inputs.recipe
     prompts = [*inputs.train_prompts, *inputs.eval_prompts]
-    longest = max(map(_bytes, prompts), default=0) // 2 + TEMPLATE
-    return step_need(recipe, longest_answer(recipe.rollout, inputs.renderer)[0], longest)
+    prompt_tokens = max(map(_count_bytes, prompts), default=0) // 2 + TEMPLATE_TOKENS
+    return compute_step_need(recipe, find_longest_answer(recipe.rollout, inputs.renderer)[0], prompt_tokens)
 
 
 def new_stage(inputs: RunInputs, engine: Engine, grader: Grader) -> RolloutContext:
-    """The rollout stage of a run with its ``engine`` and ``grader``."""
+    """Make the rollout stage of a run with its ``engine`` and ``grader``."""
     recipe = inputs.recipe
     return RolloutContext(
         engine=engine,
-        env=environment(recipe, inputs.renderer, inputs.tools, inputs.tool_counters, inputs.agents),
+        env=new_episode_factory(recipe, inputs.renderer, inputs.tools, inputs.tool_counters, inputs.agents),
         grader=grader,
-        sampling=sampling_of(recipe.rollout, inputs.renderer),
+        sampling=make_sampling(recipe.rollout, inputs.renderer),
         context_limit=inputs.decoder.config.max_positions,
         interruption=new_interruption(recipe.rollout, inputs.renderer),
-        identity=stage_identity(recipe),
+        identity=compute_stage_identity(recipe),
         ends_in_thought=inputs.renderer.ends_in_thought,
     )
 
 
-def sampling_of(rollout: RolloutSection, renderer: Renderer) -> Sampling:
-    """Sampling parameters of the answers of training."""
+def make_sampling(rollout: RolloutSection, renderer: Renderer) -> Sampling:
+    """Make the sampling parameters of answers that are trained on."""
     return Sampling(
         temperature=rollout.temperature,
         top_k=rollout.top_k,
@@ -408,16 +428,17 @@ def sampling_of(rollout: RolloutSection, renderer: Renderer) -> Sampling:
     )
 
 
-def stage_identity(recipe: Recipe) -> str:
-    """Twelve hex digits over the parts of the recipe that decide which groups are played and how they are
-    judged, apart from policy, sampling and seeds; independent of folders."""
+def compute_stage_identity(recipe: Recipe) -> str:
+    """Hash (twelve hex digits) the parts of the recipe that decide which groups are played and how they are
+    judged, without policy, sampling and seeds, and without the folders of paths. Keys that are newer than
+    some runs are left out while they have their old meaning, so that the hashes of these runs stay."""
     tree = without_folders(recipe.model_dump(mode="json"), Recipe)
     if not recipe.task.mix:
-        del tree["task"]["mix"]  # absent in identities of older runs
+        del tree["task"]["mix"]
     if not recipe.model.chat_template_kwargs:
         del tree["model"]["chat_template_kwargs"]
     if tree["model"]["backend"] != "transformers":
-        del tree["model"]["backend"]  # absent there, too
+        del tree["model"]["backend"]
     tasks = (tree["task"], *tree["task"].get("mix", ()))
     for task in tasks:
         if not task["columns"]:
@@ -426,30 +447,31 @@ def stage_identity(recipe: Recipe) -> str:
     reward, weights, rollout = tree["reward"], tree["engine"]["weights"], tree["rollout"]
     keys = ("interrupt_after", "answer_tokens", "interrupt_phrase", "think_end")
     interruption = [rollout[key] for key in keys]
-    played = [tree["model"], tree["task"], reward["functions"], reward["weights"], weights, interruption]
-    played += [memories, tree["memory"]] if any(memories) else []
+    parts = [tree["model"], tree["task"], reward["functions"], reward["weights"], weights, interruption]
+    parts += [memories, tree["memory"]] if any(memories) else []
     if any(name.startswith(JUDGE) for name in reward["functions"]):  # with their revisions
-        played.append("ring")  # of siblings; in identities of older runs it was a choice
-    return hashlib.sha256(json.dumps(played, sort_keys=True).encode()).hexdigest()[:12]
+        parts.append("ring")  # the pairs that a judge compares, which was once a key of the recipe
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def load_tools(tasks: TaskSection) -> Tools:
-    """The tools by task, with MCP servers started. Raises ValueError for tools that cannot be loaded."""
+    """Load the tools by task, and start their MCP servers. Raises ValueError for tools that cannot be
+    loaded."""
     return {name: resolve_tools(task.tools) for name, task in tasks.by_name.items()}
 
 
-def environment(
+def new_episode_factory(
     recipe: Recipe,
     renderer: Renderer,
     tools: Tools,
     counters: Counter[str] | None = None,
     agents: AgentTasks | None = None,
 ) -> Callable[[Prompt], Env]:
-    """A factory of a fresh episode per prompt: the user's own environment, an agent, or a conversation with
-    the ``tools`` of its task. ``counters`` counts tool calls."""
+    """Make the function that makes a new episode of a prompt: in the user's own environment, by an agent, or
+    a conversation with the ``tools`` of its task. Episodes count tool calls in ``counters``."""
     counters = Counter() if counters is None else counters
     factories = {
-        name: _episodes(
+        name: _new_task_factory(
             recipe.memory, task, renderer, tools[name], counters, agents if task.has_agent else None
         )
         for name, task in recipe.task.by_name.items()
@@ -457,7 +479,7 @@ def environment(
     return lambda prompt: factories[prompt.task](prompt)
 
 
-def _episodes(
+def _new_task_factory(
     memory: MemorySection,
     task: OneTask,
     renderer: Renderer,
@@ -465,9 +487,10 @@ def _episodes(
     counters: Counter[str],
     agents: AgentTasks | None,
 ) -> Callable[[Prompt], Env]:
-    """The factory of episodes of one task; ``agents`` is None for a task without an agent."""
+    """Make the function that makes an episode of a prompt of one task; ``agents`` is None for a task without
+    an agent."""
     turns = task.max_turns
-    new_memory = load("task.memory")(memory, renderer, counters) if task.memory else None
+    new_memory = load_app("task.memory")(memory, renderer, counters) if task.memory else None
     if agents is not None:
         return agents.episodes(task, counters, new_memory)
     factory, opening = new_factory(task.env, task.env_params) if task.env else None, asyncio.Lock()
@@ -507,8 +530,8 @@ class AgentTasks(Protocol):
     def close(self) -> None: ...
 
 
-def load(name: str) -> Callable[..., Any]:
-    """The function that ``APPS`` gives for ``name``. Raises ModuleNotFoundError where a package that it needs
-    is not installed."""
+def load_app(name: str) -> Callable[..., Any]:
+    """Import the function that ``APPS`` has for ``name``. Raises ModuleNotFoundError if a package that it
+    needs is not installed."""
     module, _, function = APPS[name].partition(":")
     return getattr(import_module(module), function)

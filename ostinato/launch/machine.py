@@ -45,41 +45,43 @@ def record_start(
     train_prompts: int = 0,
     chats: bool = False,
 ) -> None:
-    """Append a row with machine and versions to starts.jsonl, for reports written elsewhere. ``device``: name
-    of the accelerator; ``algorithm``: all of its settings, of which a recipe has only the user's;
-    ``train_prompts``: their number, for which a recipe may say "all"; ``chats``: whether all are chats."""
-    row = {"at": time.time(), "machine": machine(device), "versions": versions()}
+    """Append a row with time, machine and versions to starts.jsonl, for reports written on other machines.
+    ``device``: name of the accelerator; ``algorithm``: all of its settings, of which a recipe has only the
+    user's; ``train_prompts``: their number, for which a recipe may say "all"; ``chats``: whether all are
+    chats. If ``train_prompts`` is 0, neither of the last two is written."""
+    row = {"at": time.time(), "machine": describe_machine(device), "versions": describe_versions()}
     row |= {"algorithm": dict(algorithm)} if algorithm else {}
     row |= {"train_prompts": train_prompts, "chats": chats} if train_prompts else {}
     Jsonl(run.path / "starts.jsonl").append(row)
 
 
-def machine(device: str = "") -> str:
-    """Description of the machine, as "AMD EPYC 7763, 2 cores, 7.8 GiB, Linux x86_64"; without host and
-    user."""
+def describe_machine(device: str = "") -> str:
+    """Describe the machine, without host and user, as "AMD EPYC 7763, 2 cores, 7.8 GiB, Linux x86_64". The
+    cores are those that this process may use."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    parts = [processor_name(), f"{cores} cores"]
-    if (size := memory_gib()) is not None:
+    parts = [find_processor_name(), f"{cores} cores"]
+    if (size := measure_memory_gib()) is not None:
         parts.append(f"{size:.1f} GiB")
     return ", ".join([*parts, *([device] if device else []), f"{platform.system()} {platform.machine()}"])
 
 
-def processor_name() -> str:
-    """The processor's model name, or its architecture if unknown."""
+def find_processor_name() -> str:
+    """Find the processor's model name; its architecture if that is unknown."""
     lines = (line.partition(":") for line in isa.processor().splitlines())
     names = (value.strip() for key, _, value in lines if key.strip().lower() == "model name")
     return next(names, "") or platform.processor() or platform.machine()
 
 
-def memory_gib() -> float | None:
+def measure_memory_gib() -> float | None:
+    """Measure the size of this machine's memory in GiB; None if the system does not say."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     except (ValueError, OSError, AttributeError):  # not every system has these names
         return None
 
 
-def versions() -> str:
-    """Versions as text: "ostinato 0.1.0, torch 2.13.0, Python 3.12.4"."""
+def describe_versions() -> str:
+    """Describe the versions, as "ostinato 0.1.0, torch 2.13.0, Python 3.12.4"."""
     try:
         torch = version("torch")
     except PackageNotFoundError:
@@ -87,8 +89,8 @@ def versions() -> str:
     return f"ostinato {__version__}, torch {torch}, Python {platform.python_version()}"
 
 
-def device_name(decoder: Base) -> str:
-    """The name of the GPU that the decoder is on; empty on a CPU."""
+def find_device_name(decoder: Base) -> str:
+    """Return the name of the decoder's GPU; empty on a CPU."""
     import torch
 
     return torch.cuda.get_device_name(decoder.device) if decoder.device.type == "cuda" else ""
@@ -98,8 +100,10 @@ def device_name(decoder: Base) -> str:
 
 
 def configure_threads(recipe: Recipe) -> Threads:
-    """Choose and set threads by the products of the model, best before torch is imported. The user's settings
-    stay. Raises ValueError for a missing model or an unknown family."""
+    """Choose and set threads by the products of the model, preferably before torch is imported. Also limits
+    the caches of torch's products (``limit_caches``), and for a GPU lets torch grow its blocks of memory.
+    Values that the user has set stay. Raises ValueError for a model that is not on this machine or has no
+    backend."""
     section = recipe.model
     is_native = section.backend != "transformers"
     if (folder := local_folder(section.path)) is not None and is_native:
@@ -108,14 +112,15 @@ def configure_threads(recipe: Recipe) -> Threads:
             read_config(folder)
     work = Products(model=section.path, dtype=section.dtype, native=recipe.engine.native)
     on_gpu = expects_gpu(section.device, os.environ)
-    keep_few(recipe.engine.native, os.environ)
-    if on_gpu:  # batches of many sizes come and go: blocks of fixed sizes would leave holes
+    limit_caches(recipe.engine.native, os.environ)
+    if on_gpu:  # batches have many sizes, so blocks of fixed sizes would leave holes
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     return configure(recipe.engine.threads, work=None if on_gpu or not is_native else work)
 
 
 def expects_gpu(device: str, environ: Mapping[str, str], driver: Path = DRIVER) -> bool:
-    """Whether torch, which need not be imported yet, will put the model on a GPU."""
+    """Whether the model will be on a GPU, for model.device = ``device``, judged without importing torch: by
+    NVIDIA's driver, CUDA_VISIBLE_DEVICES, and the version of torch."""
     if device != "auto":
         return device.startswith("cuda")
     try:
@@ -126,8 +131,10 @@ def expects_gpu(device: str, environ: Mapping[str, str], driver: Path = DRIVER) 
     return driver.exists() and not hidden and not cpu_only
 
 
-def keep_few(native: bool, environ: MutableMapping[str, str]) -> None:
-    """Limit the caches of torch's products, which rarely repeat if ``native`` kernels run those that do."""
+def limit_caches(native: bool, environ: MutableMapping[str, str]) -> None:
+    """Set environment variables that limit torch's caches of prepared products to one or none, unless they
+    are set. Does nothing if ``native`` is false or there is no compiler: then the products that repeat are
+    torch's own."""
     for name, capacity in CACHES.items() if native and compiler.find_compiler() else ():
         environ.setdefault(name, capacity)
 
@@ -135,8 +142,8 @@ def keep_few(native: bool, environ: MutableMapping[str, str]) -> None:
 # ---- device, backend, dtype
 
 
-def device_of(section: ModelSection) -> str:
-    """The device of the model, with "auto" resolved. Raises ValueError for a missing device."""
+def choose_device(section: ModelSection) -> str:
+    """Return the device of the model, with "auto" resolved. Raises ValueError if torch does not see it."""
     import torch
 
     device = section.device
@@ -149,10 +156,12 @@ def device_of(section: ModelSection) -> str:
     return device
 
 
-def with_backend(recipe: Recipe) -> Recipe:
-    """``recipe`` with "auto" replaced by a backend, the reason logged; with transformers, drafts are off.
+def resolve_backend(recipe: Recipe) -> Recipe:
+    """Return ``recipe`` with model.backend "auto" replaced. For transformers the reason is logged, and drafts
+    are switched off.
 
-    Raises ValueError for a model that cannot be read or needs a package, and for keys that do not go with it.
+    Raises ValueError for a model that cannot be read or needs a package, and for keys that do not go with
+    transformers.
     """
     if recipe.model.backend == "auto":
         name, reason = choose_backend(model_folder(recipe.model.path))
@@ -167,7 +176,8 @@ def with_backend(recipe: Recipe) -> Recipe:
 
 
 def choose_backend(folder: Path) -> tuple[str, str]:
-    """(backend of the model in ``folder``, reason). Raises ValueError for a model without one here."""
+    """Choose the backend of the model in ``folder``; returns (backend, reason). Raises ValueError for a model
+    that cannot be read, or that needs transformers, which is not installed."""
     try:
         return "native", f"our decoder has the family {read_config(folder).model_type}"
     except NotNative as error:
@@ -177,7 +187,7 @@ def choose_backend(folder: Path) -> tuple[str, str]:
 
 
 def check_transformers(recipe: Recipe) -> None:
-    """Raises ValueError for keys that a model of transformers does not support."""
+    """Raises ValueError if transformers is not installed, and for keys that its models do not support."""
     if find_spec("transformers") is None:
         raise ValueError(f'model.backend is "transformers", which needs a package: {INSTALL}')
     model, engine = recipe.model, recipe.engine
@@ -197,10 +207,11 @@ def check_transformers(recipe: Recipe) -> None:
 
 
 def resolve_auto(recipe: Recipe, *, run: Path | None = None, warn: bool = False) -> Recipe:
-    """``recipe`` with "auto" replaced by a backend and a dtype; the reasons are logged. ``run``: folder of a
-    resumed run, whose dtype stays. ``warn``: also log a warning for a given dtype that is much slower than
-    the other here. Raises ValueError for a model that cannot be read."""
-    recipe = with_backend(recipe)
+    """Return ``recipe`` with model.backend and model.dtype "auto" replaced; the reasons are logged. ``run``:
+    folder of a resumed run, whose dtype stays. ``warn``: also log a warning for a dtype of the user that is
+    much slower than the other one on this CPU; products are timed for it. Raises ValueError as
+    ``resolve_backend``, and if torch does not see the device."""
+    recipe = resolve_backend(recipe)
     model, native = recipe.model, recipe.engine.native
     if model.dtype == "auto":
         dtype = Recipe.load(RunFolder.open(run).recipe).model.dtype if run is not None else "auto"
@@ -208,7 +219,7 @@ def resolve_auto(recipe: Recipe, *, run: Path | None = None, warn: bool = False)
             dtype, reason = _choose_dtype(recipe)
             logger.info(f"model.dtype auto: {dtype}; {reason}")
         return recipe.model_copy(update={"model": model.model_copy(update={"dtype": dtype})})
-    if warn and model.backend == "native" and recipe.adapter.kind != "full" and device_of(model) == "cpu":
+    if warn and model.backend == "native" and recipe.adapter.kind != "full" and choose_device(model) == "cpu":
         from ostinato.engine import products
 
         config = read_config(model_folder(model.path))
@@ -220,12 +231,12 @@ def resolve_auto(recipe: Recipe, *, run: Path | None = None, warn: bool = False)
 
 
 def _choose_dtype(recipe: Recipe) -> tuple[str, str]:
-    """(dtype, reason)."""
+    """Choose the dtype of the model; returns (dtype, reason)."""
     if recipe.adapter.kind == "full":
         return "float32", 'adapter.kind = "full" trains fp32 parameters'
     from ostinato.engine import products
 
-    model, device = recipe.model, device_of(recipe.model)
+    model, device = recipe.model, choose_device(recipe.model)
     if model.backend == "transformers":  # on a CPU backward of torch's own layers is fast in float32
         return ("float32" if device == "cpu" else "bfloat16"), f"a model of transformers on {device}"
     config = read_config(model_folder(model.path))

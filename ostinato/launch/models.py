@@ -1,4 +1,4 @@
-"""The recipe, base model and checkpoint of a run, a recipe or a model that a user names."""
+"""Loading of what a user names: the recipe, base model and checkpoint of a run, a recipe or a model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ostinato.config import AdapterSection, ModelSection, Recipe, find_recipe
 from ostinato.launch import RunFailed
-from ostinato.launch.machine import choose_backend, device_of
+from ostinato.launch.machine import choose_backend, choose_device
 from ostinato.model.config import read_config
 from ostinato.model.named import is_model_name
 
@@ -23,17 +23,20 @@ if TYPE_CHECKING:
 def load_decoder(
     section: ModelSection, folder: Path, *, shared: bool = False, share: Share | None = None
 ) -> Any:
-    """The model in ``folder`` as the recipe has it: dtype, device, precision of the head; frozen.
+    """Load the model in ``folder``, frozen, with the recipe's dtype, storage, device and precision of the
+    head: a ``TransformersModel`` for model.backend "transformers" (``shared`` and ``share`` do nothing), else
+    a ``Decoder``.
 
-    ``shared``: over the one copy of the whole that all processes of a host map, where the device is the CPU.
-    ``share``: only this part of it. Of ``model.backend`` "transformers" it is a ``TransformersModel``.
+    ``shared``: on a CPU, map the one copy of a host instead, which the first process makes. ``share``: load
+    only this part. Raises ValueError for a missing device, for int8 storage on a GPU, and for a folder that
+    cannot be read.
     """
     import torch
 
     from ostinato.model.hf import load_model
 
     assert section.dtype != "auto", "launch.machine.resolve_auto comes before the model is loaded"
-    device, dtype = device_of(section), getattr(torch, section.dtype)
+    device, dtype = choose_device(section), getattr(torch, section.dtype)
     storage = None if section.storage == "same" else getattr(torch, section.storage)
     if section.storage == "int8" and device != "cpu":
         raise ValueError(
@@ -53,20 +56,21 @@ def load_decoder(
     )
 
 
-def facts_of(section: ModelSection, folder: Path) -> Facts:
-    """Sizes of the model in ``folder`` by its config.json alone. Raises ValueError for what its backend has
-    not."""
+def read_facts(section: ModelSection, folder: Path) -> Facts:
+    """Read the sizes of the model in ``folder`` from its config.json; on a GPU the context of a native model
+    is at most its window. Raises ValueError for a model that no backend here has, and for a missing
+    device."""
     name = choose_backend(folder)[0] if section.backend == "auto" else section.backend
     if name == "native":
         config = read_config(folder)
-        return config if device_of(section) == "cpu" else config.within_window
+        return config if choose_device(section) == "cpu" else config.within_window
     from ostinato.hf.facts import ModelFacts
 
     return ModelFacts.read(folder)
 
 
-def adapter_spec(section: AdapterSection) -> AdapterSpec:
-    """The LoRA of a recipe."""
+def make_adapter_spec(section: AdapterSection) -> AdapterSpec:
+    """Make the specification of a recipe's LoRA."""
     from ostinato.model.shapes import AdapterSpec, ExpertScheme
 
     return AdapterSpec(
@@ -78,8 +82,10 @@ def adapter_spec(section: AdapterSection) -> AdapterSpec:
     )
 
 
-def recipe_of(target: str, *overrides: str) -> tuple[Recipe, RunFolder | None]:
-    """(recipe, run or None) of ``target``: a run folder, a recipe, or a model (a recipe with its path)."""
+def load_recipe(target: str, *overrides: str) -> tuple[Recipe, RunFolder | None]:
+    """Load the recipe of ``target``: a run folder, a recipe, or a model, for which it is the recipe
+    quickstart with its path. Returns (recipe, run folder or None). Raises ValueError for anything else, and
+    for keys."""
     from ostinato.run import RunFolder
 
     path = Path(target).expanduser()
@@ -89,7 +95,7 @@ def recipe_of(target: str, *overrides: str) -> tuple[Recipe, RunFolder | None]:
     if is_model_name(target):
         recipe = Recipe.load("quickstart")
         model_overrides = [f"model.path={target}"]
-        if target != recipe.model.path:  # its other keys of [model] are chosen for its own model
+        if target != recipe.model.path:  # quickstart chooses model.fp32_head for its own model
             model_overrides.append(f"model.fp32_head={str(ModelSection().fp32_head).lower()}")
         return Recipe.load("quickstart", *model_overrides, *overrides), None
     try:
@@ -102,10 +108,11 @@ def recipe_of(target: str, *overrides: str) -> tuple[Recipe, RunFolder | None]:
         ) from error
 
 
-def newest_checkpoint(run: RunFolder, trainer: RestorableTrainer) -> Checkpoint | None:
-    """The newest whole checkpoint of ``run``, None without any; damaged ones are skipped.
+def load_newest_checkpoint(run: RunFolder, trainer: RestorableTrainer) -> Checkpoint | None:
+    """Load the newest whole checkpoint of ``run``; None if there is none. Damaged ones are skipped, with a
+    warning.
 
-    Raises ValueError for one of another base, and RunFailed when all are damaged.
+    Raises ValueError for a checkpoint of another base, and RunFailed if all are damaged.
     """
     from ostinato.train.checkpoint import CheckpointError, load_checkpoint
 

@@ -15,7 +15,7 @@ from ostinato.config import Recipe
 from ostinato.env.rows import to_chat
 from ostinato.env.tasks import add_system_prompt
 from ostinato.launch.machine import configure_threads, resolve_auto
-from ostinato.launch.models import load_decoder, newest_checkpoint, recipe_of
+from ostinato.launch.models import load_decoder, load_newest_checkpoint, load_recipe
 from ostinato.model.generation import sampling_defaults
 from ostinato.model.named import model_folder
 from ostinato.run import Jsonl
@@ -45,36 +45,41 @@ class Policy:
 
 
 def load_policy(target: str, *overrides: str, adapter: str = "") -> Policy:
-    """The last policy of a run folder, or the model of a recipe or name with ``adapter`` (a run folder or an
-    adapter's), else with its adapter.path, if any.
+    """Load the last policy of a run folder, or the model of a recipe or name, with ``adapter`` (a run folder
+    or an adapter's), or if that is empty with the recipe's adapter.path, if any.
 
-    Raises ValueError when ``target`` is none of these, and for a run with another adapter.
+    Raises ValueError if ``target`` is none of these, for a run without a checkpoint or with an ``adapter``,
+    and for a model that cannot be loaded or has no usable chat template; RunFailed if all checkpoints are
+    damaged.
     """
     from ostinato.render import Renderer
 
-    recipe, run = recipe_of(target, *overrides)
+    recipe, run = load_recipe(target, *overrides)
     check_adapter(run, adapter)
     recipe = resolve_auto(recipe)
     folder = model_folder(recipe.model.path)
     renderer = Renderer(folder, template_kwargs=recipe.model.chat_template_kwargs)
     _ = renderer.stop_tokens  # raises for a chat template that writes nothing, before anything is served
     decoder = load_decoder(recipe.model, folder)
-    step, adapters = load_trained(recipe, run, decoder) if run else initial_adapters(recipe, decoder, adapter)
+    step, adapters = (
+        load_trained(recipe, run, decoder) if run else load_initial_adapters(recipe, decoder, adapter)
+    )
     return Policy(
         recipe=recipe, folder=folder, decoder=decoder, adapters=adapters, renderer=renderer, step=step
     )
 
 
 def check_adapter(run: RunFolder | None, adapter: str) -> None:
-    """Raise ValueError for an adapter beside a run, which has its own."""
+    """Raises ValueError if an adapter is named beside a run, which has its own."""
     if run is not None and adapter:
         raise ValueError(
             f"--adapter is {adapter}, and {run.path} is a run with its own; name its model instead"
         )
 
 
-def initial_adapters(recipe: Recipe, decoder: Base, adapter: str = "") -> tuple[int, Adapters | None]:
-    """(step, adapters) of ``adapter``, else of what the recipe begins with: None without adapter.path."""
+def load_initial_adapters(recipe: Recipe, decoder: Base, adapter: str = "") -> tuple[int, Adapters | None]:
+    """Load (step, adapters) of ``adapter``, or if that is empty (0, the adapters of adapter.path or None).
+    Raises ValueError as ``load_adapter``."""
     from ostinato.launch.trainer import new_adapters
 
     if adapter:
@@ -82,22 +87,24 @@ def initial_adapters(recipe: Recipe, decoder: Base, adapter: str = "") -> tuple[
     return 0, new_adapters(recipe, decoder) if recipe.adapter.path else None
 
 
-def load_adapter(where: str, decoder: Base) -> tuple[int, Adapters, RunFolder | None]:
-    """(step, adapters, run) of a run folder or an adapter's folder, for this base. ValueError for others."""
+def load_adapter(path: str, decoder: Base) -> tuple[int, Adapters, RunFolder | None]:
+    """Load (step, adapters, run) of the run folder ``path``, or (0, adapters, None) of an adapter's folder.
+    Raises ValueError for anything else, and for adapters of another base; else as
+    ``load_newest_adapters``."""
     from ostinato.hf.factors import read_folder
     from ostinato.hf.model import TransformersModel
     from ostinato.model.decoder import Decoder
     from ostinato.model.peft_io import load_peft
     from ostinato.run import RunFolder
 
-    folder = Path(where).expanduser()
+    folder = Path(path).expanduser()
     if not (folder / "recipe.toml").is_file():
         if isinstance(decoder, TransformersModel):
             return 0, read_folder(folder, decoder.sites, decoder.device), None
         assert isinstance(decoder, Decoder)
         return 0, load_peft(folder, decoder), None
     run = RunFolder.open(folder)
-    step, adapters = load_newest(run, decoder)
+    step, adapters = load_newest_adapters(run, decoder)
     return step, adapters, run
 
 
@@ -118,8 +125,9 @@ def map_policy(path: Path, decoder: Decoder, fingerprint: str) -> ServedPolicy:
     return prepare_policy(adapters.to(decoder.device), decoder.dtype)
 
 
-def load_newest(run: RunFolder, decoder: Base) -> tuple[int, Adapters]:
-    """(step, adapters) of the newest whole checkpoint of a run on this base. ValueError without one."""
+def load_newest_adapters(run: RunFolder, decoder: Base) -> tuple[int, Adapters]:
+    """Load (step, adapters) of the newest whole checkpoint of a run. Raises ValueError if it has none, has
+    another base, or trains all weights; RunFailed if all checkpoints are damaged."""
     recipe = Recipe.load(run.recipe)
     if recipe.adapter.kind != "lora":
         raise ValueError(f"run {run.path} trains all weights, so it is no adapter; use it by itself")
@@ -129,15 +137,16 @@ def load_newest(run: RunFolder, decoder: Base) -> tuple[int, Adapters]:
 
 
 def load_trained(recipe: Recipe, run: RunFolder, decoder: Base) -> tuple[int, Adapters | None]:
-    """(step, adapters) of the newest whole checkpoint of ``run``.
+    """Load (step, adapters) of the newest whole checkpoint of ``run``.
 
-    Full-parameter checkpoints are loaded into ``decoder`` itself, and the adapters are None.
+    Full-parameter checkpoints are loaded into ``decoder`` itself, and the adapters are None. In any case the
+    decoder is frozen. Raises as ``load_newest_checkpoint``, and ValueError without a checkpoint.
     """
     from ostinato.launch.trainer import new_adapters, new_trainer
 
     adapters = new_adapters(recipe, decoder)
     trainer = new_trainer(recipe, decoder, adapters)
-    checkpoint = newest_checkpoint(run, trainer)
+    checkpoint = load_newest_checkpoint(run, trainer)
     if checkpoint is None:
         raise ValueError(
             f"run {run.path} has no checkpoint yet; let it train first: ostinato resume {run.path}"
@@ -147,21 +156,21 @@ def load_trained(recipe: Recipe, run: RunFolder, decoder: Base) -> tuple[int, Ad
     return checkpoint.step, trainer.adapters()
 
 
-def serve(policy: Policy) -> AnyEngine:
-    """An engine that samples from ``policy``."""
-    from ostinato.launch.engine import any_engine
+def serve_policy(policy: Policy) -> AnyEngine:
+    """Make an engine that samples from ``policy``."""
+    from ostinato.launch.engine import new_any_engine
 
-    engine = any_engine(policy.recipe, policy.decoder, policy.renderer)
+    engine = new_any_engine(policy.recipe, policy.decoder, policy.renderer)
     engine.publish(policy.adapters, policy.step)
     return engine
 
 
-def write_policy(decoder: Base, adapters: Adapters | None, base: Path, to: Path, path: str) -> None:
-    """The trained part: a PEFT adapter, or, for full-parameter training, the whole model.
+def write_policy(decoder: Base, adapters: Adapters | None, base: Path, folder: Path, path: str) -> None:
+    """Write the trained part into ``folder``: a PEFT adapter, or, for full-parameter training, the whole
+    model with the tokenizer of ``base``.
 
-    ``path`` is what the recipe calls the model in ``base``. A hub name goes into the adapter as it is: the
-    cache folder behind it means nothing on another machine.
-    """
+    ``path`` is what the recipe calls the model in ``base``. The adapter names its base: by ``path`` if that
+    is a name of the hub, as the cache's folder is of no use on another machine, else by ``base``."""
     from ostinato.hf.factors import ModuleAdapters, write_folder
     from ostinato.model.decoder import Decoder
     from ostinato.model.hf import save_model
@@ -170,13 +179,13 @@ def write_policy(decoder: Base, adapters: Adapters | None, base: Path, to: Path,
 
     name = path if is_hub_name(path) else str(base)
     if isinstance(adapters, ModuleAdapters):
-        write_folder(adapters, to, name)
+        write_folder(adapters, folder, name)
         return
     assert isinstance(decoder, Decoder)
     if adapters is None:
-        save_model(decoder, to, tokenizer_from=base)
+        save_model(decoder, folder, tokenizer_from=base)
     else:
-        save_peft(adapters, decoder, to, base_name=name)
+        save_peft(adapters, decoder, folder, base_name=name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,35 +197,38 @@ class SamplingOptions:
     top_p: float | None
     seed: int
 
-    def sampling(self, policy: Policy) -> Sampling:
-        own = sampling_defaults(policy.folder)
+    def make_sampling(self, policy: Policy) -> Sampling:
+        """Make the sampling parameters; top_k and min_p are always the model's."""
+        defaults = sampling_defaults(policy.folder)
         return Sampling(
-            temperature=own.temperature if self.temperature is None else self.temperature,
-            top_p=own.top_p if self.top_p is None else self.top_p,
-            top_k=own.top_k,
-            min_p=own.min_p,
+            temperature=defaults.temperature if self.temperature is None else self.temperature,
+            top_p=defaults.top_p if self.top_p is None else self.top_p,
+            top_k=defaults.top_k,
+            min_p=defaults.min_p,
             max_tokens=self.max_tokens,
             stop_tokens=policy.renderer.stop_tokens,
         )
 
 
-def answer(
+def answer_prompts(
     target: str, prompts: Sequence[str | Sequence[Mapping[str, Any]]], options: SamplingOptions
 ) -> list[str]:
-    """The texts with which ``target``, a run folder, a recipe or a model, answers ``prompts``: rendered as
-    rows of its task are: a text as it is, or as what a user says where the run's prompts were chats; messages
-    by the chat template, with ``task.system_prompt`` in front.
+    """Load the policy of ``target`` (a run folder, a recipe or a model) and sample its answer to each prompt.
+    A prompt is rendered as a row of the task, with ``task.system_prompt`` in front: messages by the chat
+    template; a text as it is, or as a user's message if the run's prompts were chats. Also sets the number of
+    threads of this process.
 
-    Raises ValueError for a prompt that leaves no room for an answer, RuntimeError when the engine fails.
+    Raises ValueError as ``load_policy``, and for a prompt that leaves no room for an answer; RuntimeError if
+    the engine fails.
     """
-    recipe, run = recipe_of(target)
+    recipe, run = load_recipe(target)
     configure_threads(recipe)
     policy = load_policy(target)
-    engine, sampling = serve(policy), options.sampling(policy)
+    engine, sampling = serve_policy(policy), options.make_sampling(policy)
     starts = [*Jsonl(run.path / "starts.jsonl").rows()] if run else []
-    chats = any(start.get("chats") for start in starts[-1:]) or bool(recipe.task.params.get("chat"))
+    are_chats = any(start.get("chats") for start in starts[-1:]) or bool(recipe.task.params.get("chat"))
     rows = [
-        _prompt(prompt, f"prompt-{idx}", chats, recipe.task.system_prompt)
+        _make_row(prompt, f"prompt-{idx}", are_chats, recipe.task.system_prompt)
         for idx, prompt in enumerate(prompts)
     ]
     requests = [
@@ -235,7 +247,10 @@ def answer(
     return asyncio.run(sample())
 
 
-def _prompt(prompt: str | Sequence[Mapping[str, Any]], uid: str, chats: bool, system_prompt: str) -> Prompt:
+def _make_row(
+    prompt: str | Sequence[Mapping[str, Any]], uid: str, is_chat: bool, system_prompt: str
+) -> Prompt:
+    """Make the row of a prompt; with ``is_chat`` a text becomes a user's message."""
     row = Prompt(uid=uid, text=prompt) if isinstance(prompt, str) else Prompt(uid=uid, messages=tuple(prompt))
-    row = to_chat(row) if chats else row
+    row = to_chat(row) if is_chat else row
     return add_system_prompt(row, system_prompt) if system_prompt else row

@@ -33,31 +33,32 @@ _ODD_STEPS = {"refused_step": "step refused", "empty_step": "nothing to learn fr
 
 
 class Monitor:
-    """An ``Observer`` that prints the rows of a run as they come; a context, in which the live line is shown.
+    """An ``Observer`` that prints the rows of a run as they come. It is a context in which a terminal has a
+    live line, on which steps are shown instead.
 
-    A run of ``total`` steps ends earlier when ``budget`` is spent. ``row``: the last row before this start.
-    ``forecaster``: whether the rest of the run is not worth its compute. ``callback``: the user's function of
-    a step's row. ``first``: description of the work before the first step.
-    """
+    A run of ``num_steps`` steps ends earlier when ``budget`` is spent. ``row``: the last row before this
+    start. ``description``: of the work before the first step. ``forecaster`` is called with a step and
+    returns whether the rest of the run is not worth its compute; ``callback``: the user's function of a
+    step's row."""
 
     forecaster: Callable[[int], bool] | None = None
     callback: StepCallback | None = None
 
     def __init__(
         self,
-        total: int,
+        num_steps: int,
         *,
         row: Row | None = None,
         budget: Every = NEVER,
         console: Console | None = None,
-        first: str = "",
+        description: str = "",
     ) -> None:
         self.console = console or Screen()
-        self._total, self._budget = total, budget
-        self._first = int((row or {}).get("step", 0))
-        self._first_share = self._share(row or {})
-        self._scores: dict[str, str] = {}  # the last of each set, the main one first
-        self._doing = first or "sampling the first step"
+        self._num_steps, self._budget = num_steps, budget
+        self._start_step = int((row or {}).get("step", 0))
+        self._start_share = self._compute_share(row or {})
+        self._scores: dict[str, str] = {}  # the newest text of each set, the main one first
+        self._description = description or "sampling the first step"
         self._start = time.perf_counter()
         self._live: Progress | None = None
         self._task: TaskID | None = None
@@ -66,8 +67,8 @@ class Monitor:
         if self.console.is_terminal:
             columns = BarColumn(bar_width=12), TextColumn("{task.description}", markup=False)
             live = Progress(*columns, console=self.console)
-            self._task = live.add_task(make_printable(self._doing), total=1.0)
-            live.update(self._task, completed=self._first_share)
+            self._task = live.add_task(make_printable(self._description), total=1.0)
+            live.update(self._task, completed=self._start_share)
             live.start()
             self._live = live
         return self
@@ -77,114 +78,132 @@ class Monitor:
             self._live.stop()
 
     def on_step(self, row: Row) -> bool | None:
-        """Show a row of metrics.jsonl; True if the callback ends the run."""
-        share = self._share(row)
-        eta = remaining(time.perf_counter() - self._start, share - self._first_share, 1 - share)
-        by_steps = share == int(row["step"]) / self._total
-        progress_text = f"/{self._total}" if by_steps else f" ({share:.0%} of what it may spend)"
-        held_out = "" if self._live is None else "  ".join(self._scores.values())  # lines above have said it
-        parts = step_parts(row, progress_text, held_out, eta)
+        """Show a row of metrics.jsonl and call the callback; returns True if that ends the run."""
+        share = self._compute_share(row)
+        eta = format_remaining_time(time.perf_counter() - self._start, share - self._start_share, 1 - share)
+        is_by_steps = share == int(row["step"]) / self._num_steps
+        progress_text = f"/{self._num_steps}" if is_by_steps else f" ({share:.0%} of what it may spend)"
+        # without a live line the scores were printed as lines of their own
+        held_out = "" if self._live is None else "  ".join(self._scores.values())
+        parts = describe_step(row, progress_text, held_out, eta)
         if not self._show_text("\n".join(parts), completed=share):
             self.say("  ".join(parts))
         return self.callback(row) if self.callback is not None else None
 
     def _show_text(self, text: str, completed: float | None = None) -> bool:
-        """Put ``text`` on the live line; False without one."""
+        """Put ``text`` on the live line and move its bar to ``completed``; returns False if there is none."""
         if self._live is None or self._task is None:
             return False
         self._live.update(self._task, description=make_printable(text), completed=completed)
         return True
 
-    def _share(self, row: Row) -> float:
-        """The finished share of the run, by steps or budget, up to 1."""
+    def _compute_share(self, row: Row) -> float:
+        """Return the finished share of the run: the larger one of steps and budget, at most 1."""
         step = int(row.get("step", 0))
-        return min(1.0, max(step / self._total, self._budget.share(spent_in_steps(step, row))))
+        return min(1.0, max(step / self._num_steps, self._budget.share(spent_in_steps(step, row))))
 
     def on_eval(self, row: Row) -> None:
-        """Print a row of eval.jsonl."""
-        if row["step"] == self._first:  # before the first step: its time does not count for the pace
+        """Print a row of eval.jsonl, and keep its scores for the live line, unless the set is the greedy one.
+        A row before the first step restarts the clock of the remaining time. The first row of the main set is
+        followed by a warning if it has no solved answer."""
+        if row["step"] == self._start_step:
             self._start = time.perf_counter()
             self._show_text("further held-out scores, then the first step")
         name = row["set"]
-        label, first = LABELS.get(name, name), name not in self._scores
+        label, is_first = LABELS.get(name, name), name not in self._scores
         if name != GREEDY_SET:
-            self._scores[name] = f"{label} {interval(row, 'pass@1')} (reward {_number(row, 'reward')})"
-        self.say(f"step {row['step']}: {label} {scores(row)} on {row['n']} prompts")
+            self._scores[name] = (
+                f"{label} {format_interval(row, 'pass@1')} (reward {_format_number(row, 'reward')})"
+            )
+        self.say(f"step {row['step']}: {label} {format_scores(row)} on {row['n']} prompts")
         if tasks := row.get("tasks"):
             self.say(
                 "  ".join(
                     (
                         "  of them",
-                        *(f"{task} {interval(task_row, 'pass@1')}" for task, task_row in tasks.items()),
+                        *(
+                            f"{task} {format_interval(task_row, 'pass@1')}"
+                            for task, task_row in tasks.items()
+                        ),
                     )
                 )
             )
-        if name == MAIN_SET and first and (row.get("reward_max") or 0) > 0 and (reason := unsolved([row])):
+        if name == MAIN_SET and is_first and (row.get("reward_max") or 0) > 0 and (reason := unsolved([row])):
             self.say(f"warning      {reason}")
 
     def should_stop(self, step: int) -> bool:
         return self.forecaster is not None and self.forecaster(step)
 
-    def exported(self, row: Row) -> None:
-        """Print a row of eval.jsonl that was scored with the model's weights, of a run that samples with
-        others."""
-        scored = f"held-out {scores(row)} on {row['n']} prompts"
-        self.say(f"step {row['step']}: the policy as exported, with the model's weights: {scored}")
+    def print_exported(self, row: Row) -> None:
+        """Print a row of eval.jsonl of the exported policy, which was sampled with other weights than the
+        run's."""
+        text = f"held-out {format_scores(row)} on {row['n']} prompts"
+        self.say(f"step {row['step']}: the policy as exported, with the model's weights: {text}")
 
     def say(self, line: str) -> None:
         self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def step_parts(row: Row, of: str, held_out: str, eta: str) -> tuple[str, str]:
-    """A step as two texts, each short enough for a terminal: its rewards, and its speed."""
-    learned = [f"step {int(row['step'])}{of}", f"reward {_number(row, 'reward')}"]
-    learned += [held_out] if held_out else []
-    learned += [words for key, words in _ODD_STEPS.items() if row.get(key)]
+def describe_step(row: Row, progress: str, held_out: str, eta: str) -> tuple[str, str]:
+    """Describe a step by two texts, each short enough for a terminal: its rewards, and its speed.
+    ``progress`` follows the step's number; ``held_out``: scores, or ""; ``eta``: the remaining time."""
+    learning = [f"step {int(row['step'])}{progress}", f"reward {_format_number(row, 'reward')}"]
+    learning += [held_out] if held_out else []
+    learning += [words for key, words in _ODD_STEPS.items() if row.get(key)]
     if row.get("empty_step") and (reason := describe_unreadable(row)):
-        learned[-1] += f": {reason}"
-    took = [f"{_number(row, 'tokens_per_s', ',.0f')} tok/s", per_pass(row), shares(row), f"ETA {eta}"]
-    return "  ".join(learned), "  ".join(part for part in took if part)
+        learning[-1] += f": {reason}"
+    speed = [
+        f"{_format_number(row, 'tokens_per_s', ',.0f')} tok/s",
+        describe_pass(row),
+        describe_shares(row),
+        f"ETA {eta}",
+    ]
+    return "  ".join(learning), "  ".join(part for part in speed if part)
 
 
-def per_pass(row: Row) -> str:
-    """Tokens per pass with drafts, as "2.31 tok/pass"; empty without drafts."""
+def describe_pass(row: Row) -> str:
+    """Return the tokens per pass with drafts, as "2.31 tok/pass"; empty without drafts."""
     name = "draft/tokens_per_pass"
-    return f"{_number(row, name, '.2f')} tok/pass" if name in row else ""
+    return f"{_format_number(row, name, '.2f')} tok/pass" if name in row else ""
 
 
-def shares(row: Row, names: Sequence[str] = ("rollout", "reward", "train", "measure", "other")) -> str:
-    """Shares of the step's time, as "rollout 61% reward 2% train 35% other 2%"; those of 0 % are left out."""
+def describe_shares(
+    row: Row, names: Sequence[str] = ("rollout", "reward", "train", "measure", "other")
+) -> str:
+    """Return the shares of the step's time, as "rollout 61% reward 2% train 35% other 2%", without those
+    below 0.5 %."""
     time_shares = ((name, row.get(f"time/{name}_share") or 0.0) for name in names)
     return " ".join(f"{name} {share:.0%}" for name, share in time_shares if 0.005 <= share < math.inf)
 
 
-def remaining(elapsed_s: float, done: float, left: float) -> str:
-    """Time for ``left`` at the pace of ``done`` in ``elapsed_s``, as h:mm:ss or m:ss; "?" before any."""
-    if done <= 0:
+def format_remaining_time(elapsed_s: float, finished_share: float, remaining_share: float) -> str:
+    """Return the time for ``remaining_share`` at the pace of ``finished_share`` in ``elapsed_s``, as h:mm:ss
+    or m:ss; "?" if nothing is finished."""
+    if finished_share <= 0:
         return "?"
-    seconds = round(elapsed_s / done * left)
+    seconds = round(elapsed_s / finished_share * remaining_share)
     hours, minutes = seconds // 3600, seconds // 60 % 60
     return f"{hours}:{minutes:02d}:{seconds % 60:02d}" if hours else f"{minutes}:{seconds % 60:02d}"
 
 
-def scores(row: Row) -> str:
-    """Text of pass@1 with its interval, and the mean reward."""
-    return f"pass@1 {interval(row, 'pass@1')}, mean reward {_number(row, 'reward')}"
+def format_scores(row: Row) -> str:
+    """Return the text of pass@1 with its interval, and of the mean reward."""
+    return f"pass@1 {format_interval(row, 'pass@1')}, mean reward {_format_number(row, 'reward')}"
 
 
-def interval(row: Row, name: str) -> str:
-    """Text of a score with its 95 % interval, as "0.312 [0.256, 0.368]"."""
+def format_interval(row: Row, name: str) -> str:
+    """Return the text of a score with its 95 % interval, as "0.312 [0.256, 0.368]"; "-" without the score."""
     score = estimate(row, name)
     return score.text() if score else "-"
 
 
-def _number(row: Row, name: str, form: str = ".3f") -> str:
+def _format_number(row: Row, name: str, form: str = ".3f") -> str:
     value = row.get(name)
     return "-" if value is None or not math.isfinite(value) else format(value, form)
 
 
 class TensorBoardWriter:
-    """Writes event files in ``<run>/tensorboard``."""
+    """Writes event files in ``<run>/tensorboard``. Raises ValueError if the package is missing."""
 
     def __init__(self, folder: Path) -> None:
         _import_package("tensorboard", "tensorboard")
@@ -197,7 +216,8 @@ class TensorBoardWriter:
 
 
 class ClientWriter:
-    """Writes to wandb or trackio, which share ``init`` and ``log``."""
+    """Writes to wandb or trackio, which share ``init`` and ``log``; starts a run of theirs. Raises ValueError
+    if the package is missing."""
 
     def __init__(self, package: str, folder: Path, recipe: Mapping[str, Any]) -> None:
         self._client = _import_package(package, package)
@@ -215,7 +235,7 @@ def check_writers(names: Sequence[str]) -> None:
 
 
 def open_writers(names: Sequence[str], folder: Path, recipe: Mapping[str, Any]) -> list[MetricWriter]:
-    """The writers of ``log.writers`` for the run in ``folder``."""
+    """Open the writers ``names`` for the run in ``folder``: event files, or a run of wandb or trackio."""
     return [
         TensorBoardWriter(folder) if name == "tensorboard" else ClientWriter(name, folder, recipe)
         for name in names
@@ -223,7 +243,7 @@ def open_writers(names: Sequence[str], folder: Path, recipe: Mapping[str, Any]) 
 
 
 def _import_package(package: str, writer: str) -> Any:
-    """The imported package of a writer. Raises ValueError if it is missing."""
+    """Import the package of a writer. Raises ValueError if that fails."""
     try:
         return import_module(package)
     except ImportError as error:

@@ -1,4 +1,5 @@
-"""``learn`` with Python objects: rewards, rows, an environment and tools become names in a recipe."""
+"""``learn`` with Python objects: rewards, rows, an environment, an agent and tools become names in a
+recipe."""
 
 from __future__ import annotations
 
@@ -11,10 +12,10 @@ from ostinato.config.recipe import merge
 from ostinato.objects import name_object, write_rows
 
 OBJECTS = "objects"  # folder beside the runs, for objects without a name, named by content
-HOLDOUT = 0.1  # share of rows held out if none are given to evaluate on
+HOLDOUT_SHARE = 0.1  # of the rows, for evaluations, if there are no rows of their own
 
 
-def recipe_with(
+def make_recipe(
     recipe: Recipe | Mapping[str, Any] | str | Path | None,
     overrides: Sequence[str],
     *,
@@ -28,9 +29,11 @@ def recipe_with(
     tools: Any,
     sections: Mapping[str, Any],
 ) -> Recipe:
-    """``recipe`` (None: all defaults) with ``sections`` (``trainer={"steps": 20}``, ``seed=1``) and objects.
+    """Make a recipe of ``recipe`` (None: all defaults), ``sections`` (``trainer={"steps": 20}``, ``seed=1``)
+    and objects. Rows, and objects without a name, are written to the folder OBJECTS of log.dir.
 
-    Raises ValueError, naming the argument, for what a recipe cannot name.
+    Raises ValueError, naming the argument, for an object that a recipe cannot name and for arguments that do
+    not go together, and for invalid keys.
     """
     if isinstance(recipe, Recipe) and overrides:
         raise ValueError(f"overrides {overrides} need a recipe file; give them to Recipe.load instead")
@@ -48,14 +51,16 @@ def recipe_with(
         raise ValueError("eval_data needs data beside it, the rows to train on")
     if data is not None:
         task = section_keys.setdefault("task", {})
-        changes["task"] = _task(data, eval_data, folder, {**base.task.params, **task.get("params", {})})
+        changes["task"] = _make_task_keys(
+            data, eval_data, folder, {**base.task.params, **task.get("params", {})}
+        )
         if not isinstance(data, str | Path):
             task.setdefault("n_train", 0)  # all rows
     if reward is not None:
         keys = dict(reward) if isinstance(reward, Mapping) else {"functions": reward}
         if "functions" in keys:
-            named = [name_object(value, folder, "reward") for value in _to_sequence(keys["functions"])]
-            keys["functions"] = named
+            names = [name_object(value, folder, "reward") for value in _to_sequence(keys["functions"])]
+            keys["functions"] = names
         changes["reward"] = keys
     for key, value in {"env": env, "agent": agent}.items():
         if value := section_keys.get("task", {}).get(key) if value is None else value:
@@ -74,8 +79,10 @@ def _to_sequence(objects: Any) -> Sequence[Any]:
     return objects if isinstance(objects, Sequence) and not isinstance(objects, str) else [objects]
 
 
-def _task(data: Any, eval_data: Any, folder: Path, params: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys of [task] for ``data``: a source by its name, one table of rows, or tables by split."""
+def _make_task_keys(data: Any, eval_data: Any, folder: Path, params: Mapping[str, Any]) -> dict[str, Any]:
+    """Make the keys of [task] for ``data``: a source by its name, one table of rows, or tables by split.
+    Tables are written to files in ``folder``. Raises ValueError for ``eval_data`` beside a source or a split,
+    and for tables without the split "train"."""
     if isinstance(data, str | Path):
         if eval_data is not None:
             raise ValueError(
@@ -91,14 +98,14 @@ def _task(data: Any, eval_data: Any, folder: Path, params: Mapping[str, Any]) ->
     source = write_rows(data, folder, "data" if eval_data is None else "train")
     changes: dict[str, Any] = {"source": str(source)}
     if eval_data is not None:
-        changes["source"] = str(_split_folder(source, write_rows(eval_data, folder, "eval"), folder))
+        changes["source"] = str(_make_split_folder(source, write_rows(eval_data, folder, "eval"), folder))
     elif "holdout" not in params:
-        changes["params"] = {**params, "holdout": HOLDOUT}
+        changes["params"] = {**params, "holdout": HOLDOUT_SHARE}
     return changes
 
 
-def _split_folder(train: Path, evaluation: Path, folder: Path) -> Path:
-    """Move both files into a new folder, from which ``task.source`` reads splits."""
+def _make_split_folder(train: Path, evaluation: Path, folder: Path) -> Path:
+    """Move both files, as train.jsonl and eval.jsonl, into a folder that is named by them, and return it."""
     target = folder / f"{train.stem}-{evaluation.stem}"
     target.mkdir(exist_ok=True)
     for name, path in (("train", train), ("eval", evaluation)):

@@ -3,9 +3,8 @@
     torchrun ... -m ostinato train recipe.toml parallel.layout=d2t2     every rank is this command
     ostinato train recipe.toml parallel.layout=d2t2                     rank 0 starts the others on its host
 
-A follower reads no recipe and no run folder: rank 0 sends everything but the model, which must have the same
-path or name on every host.
-"""
+A follower reads no recipe and no run folder, as rank 0 sends everything but the model. The model must have
+the same path or name on every host."""
 
 from __future__ import annotations
 
@@ -32,20 +31,21 @@ if TYPE_CHECKING:
     from ostinato.protocols import RestorableTrainer
 
 logger = logging.getLogger(__name__)
-LATER_S = 5.0  # time that further ranks stay after a rank was lost
-LOST = 1  # exit code of a rank that ends because one is lost
+STAY_S = 5.0  # time for which further ranks stay after a rank was lost
+LOST_RANK_CODE = 1  # exit code of a rank that ends because another one is lost
 
 
 def find_follower() -> Place | None:
-    """The place of this process if it is a further rank of a run; None for the run itself."""
+    """Return the place of this process if it is a rank other than 0; None for the run itself."""
     place = Place.of(os.environ)
     return place if place is not None and place.rank else None
 
 
-def follow(place: Place, *, child: bool = False) -> int:
-    """Serve rank 0 until it ends; returns the exit code. A ``child`` of the run also ends with that
-    process."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 decides, and its last step takes all ranks
+def follow_run(place: Place, *, child: bool = False) -> int:
+    """Serve rank 0 until it ends; returns the exit code. From now on this process ignores SIGINT and SIGTERM.
+    A ``child`` of the run also exits at once when that process ends. Otherwise, after a lost rank, it returns
+    only after STAY_S seconds."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 decides, and its last step needs all ranks
         signal.signal(number, signal.SIG_IGN)
     if child:
         end_with_parent(_exit_lost)
@@ -67,26 +67,28 @@ def follow(place: Place, *, child: bool = False) -> int:
     except WorkerLost as lost:
         say(f"ostinato: {lost}", error=True)
         if not child:  # torchrun ends all ranks when the first one ends, and rank 0 has to save and report
-            time.sleep(LATER_S)
-        return LOST
+            time.sleep(STAY_S)
+        return LOST_RANK_CODE
     return 0
 
 
 def _exit_lost(sentence: str) -> None:
-    """End the process at once, from any thread, as another thread may be in a collective that does not
-    end."""
+    """Print the sentence and exit at once, from any thread, as another thread may be in a collective that
+    does not end."""
     say(f"ostinato: {sentence}", error=True)
-    os._exit(LOST)
+    os._exit(LOST_RANK_CODE)
 
 
 @contextlib.contextmanager
-def sharded_trainer(inputs: RunInputs, folder: Path) -> Iterator[RestorableTrainer]:
-    """Yield the trainer over all ranks of ``parallel.layout``. ``folder``: of the run.
+def open_sharded_trainer(inputs: RunInputs, folder: Path) -> Iterator[RestorableTrainer]:
+    """Start the other ranks of ``parallel.layout``, or meet those of torchrun, and yield the trainer over all
+    of them, which ends with the context. ``folder``: of the run.
 
-    Raises ValueError in a process that is not rank 0, and RunFailed where ranks do not start.
+    Raises ValueError in a process that is not rank 0, for a layout that the model does not have, and for a
+    backend or GPU that is not there; RunFailed if a rank is lost before all have begun.
     """
     from ostinato.algo.routing import Misaligned
-    from ostinato.launch.trainer import new_sharded_trainer, save_refused
+    from ostinato.launch.trainer import make_refused_saver, new_sharded_trainer
     from ostinato.parallel.ranks import Terms, keep_store, lead, meet
     from ostinato.workers.remote import WorkerLost
 
@@ -110,11 +112,11 @@ def sharded_trainer(inputs: RunInputs, folder: Path) -> Iterator[RestorableTrain
             choose_interface(place, os.environ)
             logger.info(f"ranks        {layout.world} of layout {layout}, {location}")
             terms = Terms(
-                backend=backend(recipe.parallel, inputs.decoder.device.type),
+                backend=choose_collectives(recipe.parallel, inputs.decoder.device.type),
                 timeout_s=recipe.parallel.timeout_s,
                 recipe=dump_toml(recipe),
             )
-            refused = save_refused(folder / "refused")
+            refused = make_refused_saver(folder / "refused")
 
             def new_local(ready: Ready) -> Local:
                 _choose_gpu(recipe.model, place)
@@ -128,23 +130,24 @@ def sharded_trainer(inputs: RunInputs, folder: Path) -> Iterator[RestorableTrain
 
 @contextlib.contextmanager
 def open_trainer(inputs: RunInputs, folder: Path) -> Iterator[RestorableTrainer]:
-    """Yield the loop's trainer: in this process, or over the ranks of ``parallel.layout``."""
-    from ostinato.launch.trainer import new_adapters, new_teacher, new_trainer, save_refused
+    """Yield the loop's trainer, with its teacher: in this process, or over the ranks of ``parallel.layout``.
+    It keeps the microbatches of refused steps in ``folder``, the run's."""
+    from ostinato.launch.trainer import make_refused_saver, new_adapters, new_teacher, new_trainer
 
     recipe, decoder = inputs.recipe, inputs.decoder
     if recipe.parallel.sharded:
-        with sharded_trainer(inputs, folder) as trainer:
+        with open_sharded_trainer(inputs, folder) as trainer:
             yield trainer
         return
     adapters = new_adapters(recipe, decoder)
-    refused, teacher = save_refused(folder / "refused"), new_teacher(recipe, decoder)
+    refused, teacher = make_refused_saver(folder / "refused"), new_teacher(recipe, decoder)
     yield new_trainer(recipe, decoder, adapters, refused, teacher)
 
 
 def _choose_gpu(section: ModelSection, place: Place) -> None:
-    """Make the GPU of this rank's own number on the host the current one, unless the model is on the CPU.
+    """Make the GPU with this rank's number on its host the current one, unless the model is on the CPU.
 
-    Raises ValueError where the host has fewer GPUs."""
+    Raises ValueError if the host has fewer GPUs."""
     import torch
 
     if section.device == "cpu" or not torch.cuda.is_available():
@@ -157,9 +160,9 @@ def _choose_gpu(section: ModelSection, place: Place) -> None:
     torch.cuda.set_device(place.local_rank)
 
 
-def backend(section: ParallelSection, device: str) -> str:
-    """The backend of torch.distributed: the recipe's, or for "auto" the one that fits the device. Raises
-    ValueError for a backend that does not."""
+def choose_collectives(section: ParallelSection, device: str) -> str:
+    """Choose the backend of torch.distributed: the recipe's, or for "auto" the one for the device; beside
+    nccl gloo for tensors on the CPU. Raises ValueError for a backend that the device does not have."""
     name = section.backend
     if name == "auto":
         name = "nccl" if device == "cuda" else "gloo"

@@ -1,8 +1,8 @@
 """A run from its recipe to its outcome: what ``ostinato train``, ``resume`` and ``ostinato.learn`` do.
 
-    recipe -> threads -> prepare -> run folder -> loop -> adapter, report -> Outcome
+    recipe -> threads -> inputs -> run folder -> loop -> adapter -> Outcome
 
-Nothing heavy is imported at the top: threads have to be chosen before torch is loaded.
+Nothing heavy is imported at the top, as threads have to be chosen before torch is loaded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ostinato.failure import NamedFailure
 from ostinato.launch import NothingToLearn, RunFailed
 from ostinato.launch.machine import configure_threads, record_start, resolve_auto
 from ostinato.launch.progress import Monitor, StepCallback, check_writers, open_writers
-from ostinato.launch.python import recipe_with
+from ostinato.launch.python import make_recipe
 from ostinato.lock import LOCK, hold_lock
 from ostinato.observe.ledger import Ledger, SteadyClock
 from ostinato.observe.rows import ends, main_scores
@@ -58,6 +58,7 @@ class Outcome:
 
     @classmethod
     def of(cls, recipe: Recipe, run: RunFolder, finished: Finished) -> Outcome:
+        """Read the outcome of a finished run from eval.jsonl in its folder."""
         scores = main_scores(list(run.eval.rows()), recipe.model_dump(mode="json"))
         (before, after), exported, step = ends(scores["evals"]), scores["exported"], finished.state.step
         return cls(
@@ -72,8 +73,7 @@ class Outcome:
 
     @property
     def adapter(self) -> Path:
-        """Folder of the trained adapter in PEFT's format; of the whole model with ``adapter.kind =
-        "full"``."""
+        """Folder of the trained adapter in PEFT's format, or with ``adapter.kind = "full"`` of the model."""
         return RunFolder(self.folder).adapter
 
     def rows(self) -> list[dict[str, Any]]:
@@ -97,7 +97,7 @@ class Outcome:
         """The trained policy's answer to each prompt: one or several, each a text, which is what a user says
         where the run's prompts were chats, or the messages of a chat. None: the value in the model's
         generation_config.json. Raises TypeError for ``others``."""
-        from ostinato.launch.policy import SamplingOptions, answer
+        from ostinato.launch.policy import SamplingOptions, answer_prompts
 
         if others:
             raise TypeError(
@@ -106,8 +106,8 @@ class Outcome:
             )
         options = SamplingOptions(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
         is_one = isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], Mapping))
-        several: Any = [prompts] if is_one else prompts
-        return outside_loop(lambda: answer(str(self.folder), several, options))
+        prompt_list: Any = [prompts] if is_one else prompts
+        return outside_loop(lambda: answer_prompts(str(self.folder), prompt_list, options))
 
     def show(self) -> None:
         """Print the ten numbers that the page begins with (scores before and after, cost, ...), and where the
@@ -122,7 +122,7 @@ class Outcome:
         say(f"adapter      {self.adapter}", f"report       {report}")
 
 
-WORKERS = "ostinato.launch.workers"  # makes the samplers and trainers of a cluster
+WORKERS = "ostinato.launch.workers"  # the module that makes the samplers and trainers of a cluster
 
 
 def learn(
@@ -157,7 +157,7 @@ def learn(
 
     Raises ValueError for what is wrong with the recipe, before any work; RunFailed when the run cannot go on.
     """
-    recipe = recipe_with(
+    recipe = make_recipe(
         recipe,
         overrides,
         model=model,
@@ -172,7 +172,7 @@ def learn(
     )
     check_files(recipe)
     console = Screen(quiet=quiet)
-    with new_folder(recipe, folder) as path:
+    with open_new_folder(recipe, folder) as path:
         return outside_loop(lambda: _train(recipe, path, console, workers=workers, on_step=on_step))
 
 
@@ -207,7 +207,7 @@ def resume(
 
 
 def check_steps(run: RunFolder, steps: int) -> None:
-    """Raises ValueError if the run has already done more than ``steps``; says so where nothing is left."""
+    """Raises ValueError if the run has already done more than ``steps``; logs it if none is left to do."""
     from ostinato.train.checkpoint import find_newest_step
 
     if (finished := find_newest_step(run.checkpoints)) > steps:
@@ -219,9 +219,10 @@ def check_steps(run: RunFolder, steps: int) -> None:
 
 
 @contextlib.contextmanager
-def new_folder(recipe: Recipe, path: Path | None = None) -> Iterator[Path]:
-    """Yield the folder of a new run, locked: ``path``, or one with a new name. It is removed if the run did
-    not begin. Its path is absolute, as a tool or an environment may change the working directory."""
+def open_new_folder(recipe: Recipe, path: Path | None = None) -> Iterator[Path]:
+    """Yield the folder of a new run, locked: ``path``, or one with a new name in log.dir, as an absolute
+    path, since a tool or an environment may change the working directory. If the run did not begin, the lock
+    is deleted, and the folder if it is empty. Raises ValueError if another process holds the lock."""
     path = path or new_run_path(Path(recipe.log.dir).absolute(), recipe.name)
     try:
         with hold_lock(path):
@@ -245,23 +246,27 @@ def _train(
     workers: str,
     on_step: StepCallback | None,
 ) -> Outcome:
-    """Check arguments and run a session. ``changed``: sections that a resumed run overrides; None: a new
-    run."""
+    """Check the arguments and run a session, with the log on the terminal, unless the user handles it, and
+    with failures named. ``changed``: sections that a resumed run overrides; None: a new run. Raises
+    ValueError for an ``on_step`` that is not callable and for a recipe of supervised training."""
     if on_step is not None and not callable(on_step):
         raise ValueError(
             f"on_step is {on_step!r:.80}, which is not callable; give a function of a row of metrics"
         )
     if recipe.sft.loss != "off":
         raise ValueError(f'sft.loss is "{recipe.sft.loss}"; run ostinato sft, or set sft.loss="off" for RL')
-    heard = console.quiet or logging.getLogger("ostinato").hasHandlers()  # by the command or the user's own
-    with contextlib.nullcontext() if heard else show_log(), named_failures(path):
-        return _session(recipe, path=path, console=console, changed=changed, workers=workers, on_step=on_step)
+    is_handled = console.quiet or logging.getLogger("ostinato").hasHandlers()  # of the command or the user
+    with contextlib.nullcontext() if is_handled else show_log(), name_failures(path):
+        return _run_session(
+            recipe, path=path, console=console, changed=changed, workers=workers, on_step=on_step
+        )
 
 
 @contextlib.contextmanager
-def named_failures(path: Path, *, begun: bool = False) -> Iterator[None]:
-    """Context of work on the run in ``path``: a signal gets a message with the path if the run can be
-    resumed; once the run has ``begun``, named failures become RunFailed."""
+def name_failures(path: Path, *, begun: bool = False) -> Iterator[None]:
+    """Context of work on the run in ``path``. An interruption without a message gets one with the path, if
+    the run can be resumed. Once the run has ``begun``, named failures, OSError and ValueError become
+    RunFailed (or NothingToLearn) that says how to go on, and so does the message of RewardFails."""
     from ostinato.pipeline.failed import RewardFails
     from ostinato.pipeline.state import NoTrainableSamples
 
@@ -279,16 +284,16 @@ def named_failures(path: Path, *, begun: bool = False) -> Iterator[None]:
         kind = NothingToLearn if isinstance(error, NoTrainableSamples) else RunFailed
         raise kind(f"{error}; {saved}") from error
     except RewardFails as error:
-        if not begun:  # it has been told how to go on
+        if not begun:  # the hint is added once, by the inner context
             raise
         raise RewardFails(f"{error}; then, {resume_hint}", error.note) from error
-    except ValueError as error:  # past all checks it is not the user's, and is not reported as one
+    except ValueError as error:  # after all checks it is no mistake of the user
         if not begun:
             raise
         raise RunFailed(f"the run in {path} broke: {error} (--debug shows where); {resume_hint}") from error
 
 
-def _session(
+def _run_session(
     recipe: Recipe,
     *,
     path: Path,
@@ -297,56 +302,57 @@ def _session(
     workers: str,
     on_step: StepCallback | None,
 ) -> Outcome:
-    """Run from the start or the newest checkpoint to the end, and export the policy."""
-    clock, resume = SteadyClock(), changed is not None
+    """Run from the start or the newest checkpoint to the end, and export the policy. Nothing is written into
+    the run folder until all inputs and components are ready; then, resumed or not, it gets the recipe."""
+    clock, is_resumed = SteadyClock(), changed is not None
     with contextlib.ExitStack() as stack:
         threads = configure_threads(recipe)
-        recipe = resolve_auto(recipe, run=path if resume else None, warn=True)
+        recipe = resolve_auto(recipe, run=path if is_resumed else None, warn=True)
         from ostinato.launch.components import open_components
-        from ostinato.launch.device_memory import named_out_of_memory
+        from ostinato.launch.device_memory import name_out_of_memory
         from ostinato.launch.drafts import new_memory
-        from ostinato.launch.inputs import load, prepare
-        from ostinato.launch.loop import introduction, new_budget, new_ledger, new_loop, restore
-        from ostinato.launch.machine import device_name
+        from ostinato.launch.inputs import load_app, prepare_inputs
+        from ostinato.launch.loop import introduce_run, new_budget, new_ledger, new_loop, restore_run
+        from ostinato.launch.machine import find_device_name
         from ostinato.pipeline.state import LoopState
 
-        recipe = load("judge revisions")(recipe)
-        stack.enter_context(named_out_of_memory(recipe, f"to go on: ostinato resume {path}"))
+        recipe = load_app("judge revisions")(recipe)
+        stack.enter_context(name_out_of_memory(recipe, f"to go on: ostinato resume {path}"))
         with announce_work("loading the model, its prompts and rewards"):
-            inputs = stack.enter_context(prepare(recipe, training=True))
-        memory = new_memory(recipe.draft, RunFolder(path).history if resume else None)
+            inputs = stack.enter_context(prepare_inputs(recipe, training=True))
+        memory = new_memory(recipe.draft, RunFolder(path).history if is_resumed else None)
         inputs, components = stack.enter_context(open_components(inputs, path, memory, workers))
         state = LoopState()
         if changed is not None:
-            state = restore(RunFolder.open(path), components.trainer, inputs, changed)
+            state = restore_run(RunFolder.open(path), components.trainer, inputs, changed)
         if memory is not None:
             memory.history.forget_after(state.step)  # the history may be newer than the checkpoint
         check_writers(recipe.log.writers)
-        run = open_folder(path, dump_toml(recipe), resume)
+        run = open_run_folder(path, dump_toml(recipe), is_resumed)
         ledger = new_ledger(recipe, run, inputs.decoder, clock, components.pools)
         writers = open_writers(recipe.log.writers, path, recipe.model_dump(mode="json"))
         last_row, budget = {"step": state.step, **state.totals}, new_budget(recipe.trainer)
-        at_start, held_out = recipe.eval.at_start and state.step == 0, len(inputs.eval_prompts)
-        first = f"scoring {held_out} held-out prompts before the first step" if at_start else ""
-        screen = Monitor(recipe.trainer.steps, row=last_row, budget=budget, console=console, first=first)
+        scores_start, num_held_out = recipe.eval.at_start and state.step == 0, len(inputs.eval_prompts)
+        text = f"scoring {num_held_out} held-out prompts before the first step" if scores_start else ""
+        screen = Monitor(recipe.trainer.steps, row=last_row, budget=budget, console=console, description=text)
         with ledger.session(state.step), screen as monitor:
             prompts = inputs.train_prompts
             chats = all(prompt.messages is not None for prompt in prompts)
-            record_start(run, device_name(inputs.decoder), asdict(inputs.algorithm), len(prompts), chats)
-            for line in introduction(inputs, components, path, threads):
+            record_start(run, find_device_name(inputs.decoder), asdict(inputs.algorithm), len(prompts), chats)
+            for line in introduce_run(inputs, components, path, threads):
                 monitor.say(line)
-            if first and not console.is_terminal:  # there it is the live line
-                monitor.say(first)
-            monitor.forecaster, monitor.callback = load("forecast")(recipe, run, writers), on_step
-            with named_failures(path, begun=True):
-                reports = {"ledger": ledger, "observer": monitor, "writers": writers}
-                loop = new_loop(inputs, components, run, state, **reports)
+            if text and not console.is_terminal:  # a terminal has it on the live line
+                monitor.say(text)
+            monitor.forecaster, monitor.callback = load_app("forecast")(recipe, run, writers), on_step
+            with name_failures(path, begun=True):
+                observers = {"ledger": ledger, "observer": monitor, "writers": writers}
+                loop = new_loop(inputs, components, run, state, **observers)
                 finished = asyncio.run(components.run(loop, path))
-                _export(inputs, components.trainer.adapters(), run, finished, ledger, monitor)
+                _export_policy(inputs, components.trainer.adapters(), run, finished, ledger, monitor)
     return Outcome.of(recipe, run, finished)
 
 
-def _export(
+def _export_policy(
     inputs: RunInputs,
     adapters: Adapters | None,
     run: RunFolder,
@@ -354,25 +360,27 @@ def _export(
     ledger: Ledger,
     monitor: Monitor,
 ) -> None:
-    """Write the trained policy. If the sampler has other weights, also append its score with the exported
-    weights to eval.jsonl, once."""
-    from ostinato.launch.checks import own_weights
-    from ostinato.launch.loop import score_exported
+    """Write the trained policy. If the run was not stopped by a signal and its sampler has other weights,
+    also score the policy with the exported ones, append that row to eval.jsonl, and print it; not if the file
+    has such a row of this step."""
+    from ostinato.launch.checks import has_own_weights
+    from ostinato.launch.loop import score_exported_policy
     from ostinato.launch.policy import write_policy
 
     recipe, state = inputs.recipe, finished.state
     write_policy(inputs.decoder, adapters, inputs.folder, run.adapter, recipe.model.path)
-    if not own_weights(recipe) or finished.why in ("interrupted", "terminated"):
+    if not has_own_weights(recipe) or finished.why in ("interrupted", "terminated"):
         return
-    scored = {(row["step"], row["set"], row.get("weights")) for row in run.eval.rows()}
-    if (state.step, MAIN_SET, "model") not in scored:
-        row = asyncio.run(score_exported(inputs, adapters, state, ledger))
+    row_keys = {(row["step"], row["set"], row.get("weights")) for row in run.eval.rows()}
+    if (state.step, MAIN_SET, "model") not in row_keys:
+        row = asyncio.run(score_exported_policy(inputs, adapters, state, ledger))
         run.eval.append(row)
-        monitor.exported(row)
+        monitor.print_exported(row)
 
 
-def open_folder(path: Path, recipe: str, resume: bool) -> RunFolder:
-    if not resume:
+def open_run_folder(path: Path, recipe: str, is_resumed: bool) -> RunFolder:
+    """Create the run folder ``path`` with the text of its recipe, or open it and replace its recipe."""
+    if not is_resumed:
         return RunFolder.create(path, recipe)
     run = RunFolder.open(path)
     atomic_write(run.recipe, recipe.encode())

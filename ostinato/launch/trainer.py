@@ -15,9 +15,9 @@ from ostinato.config import ModelSection, Recipe
 from ostinato.config.sections import TeacherSection
 from ostinato.hf.factors import init_sites, read_folder
 from ostinato.hf.model import TransformersModel
-from ostinato.launch.checks import check
-from ostinato.launch.engine import training_ops
-from ostinato.launch.models import adapter_spec, load_decoder
+from ostinato.launch.checks import check_recipe
+from ostinato.launch.engine import choose_training_ops
+from ostinato.launch.models import load_decoder, make_adapter_spec
 from ostinato.model.base import Base
 from ostinato.model.config import ModelConfig, read_config
 from ostinato.model.decoder import Decoder
@@ -39,24 +39,25 @@ from ostinato.types import Microbatch
 
 
 def new_adapters(recipe: Recipe, decoder: Base) -> Adapters | None:
-    """Adapters from adapter.path, or fresh ones; None for adapter.kind = "full", which makes the decoder
-    trainable."""
+    """Load adapters from adapter.path, or make new ones. For adapter.kind "full" make the decoder trainable
+    and return None. Raises ValueError for adapters of another base, and for "full" with another dtype than
+    float32."""
     if isinstance(decoder, TransformersModel):
         if recipe.adapter.path:
             return read_folder(Path(recipe.adapter.path).expanduser(), decoder.sites, decoder.device)
-        return init_sites(decoder.sites, adapter_spec(recipe.adapter), recipe.seed, decoder.device)
+        return init_sites(decoder.sites, make_adapter_spec(recipe.adapter), recipe.seed, decoder.device)
     assert isinstance(decoder, Decoder)
     if recipe.adapter.path:
         return load_peft(Path(recipe.adapter.path).expanduser(), decoder)
     if recipe.adapter.kind == "lora":
-        return init_adapters(decoder.config, adapter_spec(recipe.adapter), recipe.seed, decoder.device)
-    _check_full(recipe.model)
+        return init_adapters(decoder.config, make_adapter_spec(recipe.adapter), recipe.seed, decoder.device)
+    _check_full_dtype(recipe.model)
     decoder.trainable(True)
     return None
 
 
-def _check_full(section: ModelSection) -> None:
-    """Raises ValueError for a dtype in which full training cannot be done."""
+def _check_full_dtype(section: ModelSection) -> None:
+    """Raises ValueError for a dtype other than float32, which full training needs."""
     if section.dtype != "float32":
         raise ValueError(
             f'model.dtype is "{section.dtype}" with adapter.kind "full", which trains fp32 parameters; '
@@ -71,22 +72,23 @@ def new_trainer(
     on_refused: Callable[[Microbatch], None] | None = None,
     teacher: Teacher | None = None,
 ) -> PolicyTrainer:
-    """The trainer of a process with the whole model. Without the ``teacher`` of its recipe it can be restored
-    and published, but cannot train."""
+    """Make the trainer of a process with the whole model. Without the ``teacher`` of its recipe it can be
+    restored and published, but cannot train. ``on_refused`` gets each microbatch of a refused step."""
     settings = _select_settings(recipe, decoder, on_refused)
-    return PolicyTrainer(decoder, adapters, check(recipe), teacher=teacher, **settings)
+    return PolicyTrainer(decoder, adapters, check_recipe(recipe), teacher=teacher, **settings)
 
 
 def new_sharded_trainer(
     recipe: Recipe,
     rank: int,
     decoder: Decoder | None = None,
-    refused: Callable[[Microbatch], None] | None = None,
+    on_refused: Callable[[Microbatch], None] | None = None,
     ready: Callable[[], None] = lambda: None,
 ) -> PolicyTrainer:
-    """The trainer of rank ``rank``; called on all ranks of ``parallel.layout`` at once, after
-    torch.distributed is initialised. ``decoder``: the whole model if already loaded; else this rank loads its
-    own shares. ``ready`` is called after loading, and waits for the other ranks."""
+    """Make the trainer of rank ``rank``. All ranks of ``parallel.layout`` call it at once, after
+    torch.distributed is initialised. ``decoder``: the whole model if it is already loaded; if None, this rank
+    loads its own shares. ``on_refused`` is used on rank 0 alone. ``ready`` is called after loading, and waits
+    for the other ranks. Raises ValueError for an adapter.path of another base or size."""
     section, folder = recipe.parallel, model_folder(recipe.model.path)
     layout, config = Layout.parse(section.layout), read_config(folder)
     placement = read_placement(Path(section.placement), layout.expert) if section.placement else None
@@ -100,16 +102,16 @@ def new_sharded_trainer(
     if adapters is None:
         for part in parts:
             part.trainable(True)
-    ready()  # to make a group waits for all ranks too, but not as long as a cold load may take
+    ready()  # a mesh waits for all ranks, too, but not for as long as some may take to load
     mesh = Mesh(layout, parts[0].device, timeout_s=section.timeout_s)
     trainer = sharded_trainer(
         mesh,
         parts,
         None if adapters is None else adapters.to(mesh.device),
-        check(recipe),
+        check_recipe(recipe),
         placement=placement,
         mirror=decoder if adapters is None else None,
-        **_select_settings(recipe, parts[0], refused if rank == 0 else None),
+        **_select_settings(recipe, parts[0], on_refused if rank == 0 else None),
     )
     if saved is not None:
         saved.check_base(trainer.identity()["base"])
@@ -119,32 +121,34 @@ def new_sharded_trainer(
 def _shard_adapters(
     recipe: Recipe, config: ModelConfig, own_shares: Sequence[Share], saved: Saved | None
 ) -> Adapters | None:
-    """A rank's shares of the adapters, ``saved`` or fresh; None for full training."""
+    """Make a rank's shares of the adapters, of ``saved`` or new ones. None for full training; then raises
+    ValueError for another dtype than float32."""
     if saved is not None:
         return own_adapters(config, own_shares, saved.spec, saved.tensors)
     if recipe.adapter.kind == "lora":
-        return fresh_adapters(config, own_shares, adapter_spec(recipe.adapter), recipe.seed)
-    _check_full(recipe.model)
+        return fresh_adapters(config, own_shares, make_adapter_spec(recipe.adapter), recipe.seed)
+    _check_full_dtype(recipe.model)
     return None
 
 
 def _select_settings(
     recipe: Recipe, decoder: Base, on_refused: Callable[[Microbatch], None] | None
 ) -> dict[str, Any]:
-    """Keyword arguments that all trainers of the recipe share."""
+    """Select the keyword arguments that all trainers of the recipe share."""
     return {
         "settings": recipe.trainer,
         "temperature": recipe.rollout.temperature,
         "measure_every": recipe.log.mismatch_every,
         "on_refused": on_refused,
-        "ops": training_ops(recipe, decoder),
+        "ops": choose_training_ops(recipe, decoder),
     }
 
 
-def save_refused(folder: Path) -> Callable[[Microbatch], None]:
-    """Keep the microbatches of refused steps in ``folder``, numbered, as compressed numpy arrays."""
+def make_refused_saver(folder: Path) -> Callable[[Microbatch], None]:
+    """Make the function that writes the microbatch of a refused step into ``folder``, as compressed numpy
+    arrays in a file whose name is its number."""
 
-    def keep(microbatch: Microbatch) -> None:
+    def save(microbatch: Microbatch) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         values = {field.name: getattr(microbatch, field.name) for field in dataclasses.fields(microbatch)}
         arrays: dict[str, Any] = {
@@ -155,15 +159,15 @@ def save_refused(folder: Path) -> Callable[[Microbatch], None]:
         number = len(list(folder.glob("*.npz")))
         np.savez_compressed(folder / f"{number:04d}.npz", uids=microbatch.uids, **arrays)
 
-    return keep
+    return save
 
 
-KEY = "OSTINATO_TEACHER_KEY"
+KEY = "OSTINATO_TEACHER_KEY"  # environment variable with the key of the teacher's server
 
 
 def check_teacher(recipe: Recipe, algorithm: Algorithm, renderer: Renderer) -> None:
-    """Raises ValueError, before any work, for a teacher that is missing, idle, or has other tokens than the
-    model of ``renderer``."""
+    """Raises ValueError for a teacher that is missing, has no effect, does not go with the recipe's other
+    keys, or has other tokens than the model of ``renderer``. A server at teacher.url is asked for them."""
     section = recipe.teacher
     key_set = next((key for key in ("url", "adapter", "model") if getattr(section, key)), "")
     if not algorithm.needs_teacher:
@@ -196,7 +200,8 @@ def check_teacher(recipe: Recipe, algorithm: Algorithm, renderer: Renderer) -> N
 
 
 def _check_address(recipe: Recipe, renderer: Renderer) -> None:
-    """Raises ValueError where the server at teacher.url cannot score the recipe's answers."""
+    """Raises ValueError for keys with which the server at teacher.url cannot score answers, and if the server
+    does not answer or has other tokens."""
     rollout, url = recipe.rollout, recipe.teacher.url
     if recipe.teacher.adapter:
         raise ValueError(f"teacher.adapter is set with teacher.url {url}, which serves its own; drop one")
@@ -218,8 +223,7 @@ def _connect_teacher(section: TeacherSection) -> TeacherAt:
 
 
 def _check_tokens(name: str, student: str, renderer: Renderer) -> None:
-    """Raises ValueError where the teacher ``name`` has another vocabulary, or fewer logits, than the
-    student."""
+    """Raises ValueError if the teacher ``name`` has another vocabulary, or fewer logits, than the student."""
     folder = model_folder(name)
     student_vocab, teacher_vocab = (
         source.tokenizer.get_vocab(with_added_tokens=True) for source in (renderer, Renderer(folder))
@@ -230,7 +234,7 @@ def _check_tokens(name: str, student: str, renderer: Renderer) -> None:
             f"({len(student_vocab)} tokens), so it cannot score the same tokens; use a teacher with the same "
             "tokenizer"
         )
-    sizes = [read_config(source).vocab_size for source in (folder, renderer.folder)]
+    sizes = [read_config(source).vocab_size for source in (folder, renderer.folder)]  # teacher, student
     if sizes[0] < sizes[1]:
         raise ValueError(
             f"teacher.model {name} has logits of {sizes[0]} tokens and {student} of {sizes[1]}; use a "
@@ -239,8 +243,8 @@ def _check_tokens(name: str, student: str, renderer: Renderer) -> None:
 
 
 def new_teacher(recipe: Recipe, decoder: Decoder) -> Teacher | None:
-    """The teacher of ``[teacher]``; None without one. A teacher with only an adapter shares the weights of
-    ``decoder``. Raises ValueError for an adapter of another base."""
+    """Make the teacher of ``[teacher]``; None without one. A teacher.model is loaded; a teacher with only an
+    adapter shares the weights of ``decoder``. Raises ValueError for an adapter of another base."""
     section = recipe.teacher
     if section.url:
         return _connect_teacher(recipe.teacher)
@@ -249,12 +253,12 @@ def new_teacher(recipe: Recipe, decoder: Decoder) -> Teacher | None:
     if section.model:
         model = recipe.model.model_copy(update={"path": section.model})
         decoder = load_decoder(model, model_folder(section.model))
-    adapters = load_peft(adapter_folder(section.adapter), decoder) if section.adapter else None
-    ops = training_ops(recipe, decoder)
+    adapters = load_peft(find_adapter_folder(section.adapter), decoder) if section.adapter else None
+    ops = choose_training_ops(recipe, decoder)
     return local_teacher(decoder, adapters, temperature=recipe.rollout.temperature, ops=ops)
 
 
-def adapter_folder(path: str) -> Path:
-    """The adapter's folder: within ``path`` if that is a run folder, else ``path`` itself."""
+def find_adapter_folder(path: str) -> Path:
+    """Find the adapter's folder: the one in ``path`` if that is a run folder, else ``path`` itself."""
     folder = Path(path).expanduser()
     return folder / "adapter" if (folder / "recipe.toml").is_file() else folder

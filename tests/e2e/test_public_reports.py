@@ -11,7 +11,7 @@ import pytest
 
 from ostinato.config import Recipe
 from ostinato.env.rows import read
-from ostinato.launch.inputs import prepare
+from ostinato.launch.inputs import prepare_inputs
 from ostinato.launch.sft import read_rows
 from ostinato.model.named import model_folder
 
@@ -48,7 +48,7 @@ def test_a_token_without_an_embedding_is_refused_by_its_row(
     }
     recipe = Recipe.parse(tree | {"task": {"source": rows_file(tmp_path, *plain, odd)}})
     with pytest.raises(ValueError, match=r"row 4 of .*<unit>.*295"):
-        prepare(recipe, training=True)
+        prepare_inputs(recipe, training=True)
     with pytest.raises(ValueError, match=r"row 4 of .*<unit>.*295"):
         read_rows(recipe, with_an_added_token)
     kept = Recipe.parse(tree | {"task": {"source": rows_file(tmp_path, *plain)}})

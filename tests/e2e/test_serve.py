@@ -21,7 +21,7 @@ from serving import At, server, until
 from worlds import adapters_of, tiny_decoder
 
 from ostinato.apps.serve.served import renew
-from ostinato.launch.policy import load_policy, serve
+from ostinato.launch.policy import load_policy, serve_policy
 from ostinato.model.decoder import Decoder
 from ostinato.model.hf import save_model
 from ostinato.model.named import ASSETS
@@ -63,7 +63,7 @@ def post(at: At, path: str, body: Any, **options: Any) -> httpx2.Response:
 
 def engine_says(requests: list[Request]) -> list[Completion]:
     policy = load_policy("asset:seed-moe", "model.dtype=float32")
-    engine = serve(policy)
+    engine = serve_policy(policy)
 
     async def collect() -> list[Completion]:
         found = {index: done async for index, done in engine.generate(requests)}

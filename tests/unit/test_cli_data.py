@@ -9,7 +9,7 @@ import pytest
 
 from ostinato.cli.data import data
 from ostinato.config import Recipe
-from ostinato.launch.inputs import overlong, prompts
+from ostinato.launch.inputs import find_overlong, read_prompts
 from ostinato.model.named import model_folder
 from ostinato.render import Renderer
 
@@ -32,7 +32,7 @@ def test_a_file_is_shown_with_the_rewards_that_can_read_its_answers(
     shown = capsys.readouterr().out
     renderer = Renderer(model_folder("asset:seed-moe"))
     recipe = Recipe.load({}, f"task.source={rows}", "task.n_train=0", "task.params.holdout=0.2")
-    second = prompts(recipe, "train", None)[1]
+    second = read_prompts(recipe, "train", None)[1]
     tokens = renderer.prompt(second).tolist()
     assert f"{second.where}, {len(tokens)} tokens" in shown and str(tokens) in shown
     assert "8 to train on" in shown and "held out     2" in shown and "too long     1" in shown
@@ -52,8 +52,8 @@ def test_a_recipe_is_shown_with_its_own_rewards(rows: Path, capsys: pytest.Captu
 def test_rows_that_are_too_long_are_left_out_or_refused(rows: Path) -> None:
     renderer = Renderer(model_folder("asset:seed-moe"))
     recipe = Recipe.load({}, f"task.source={rows}", "task.overlong=filter", "rollout.max_tokens=100")
-    read = prompts(recipe, "train", None)
-    assert [row.where for row in overlong(recipe, read, renderer, 256, {"": {}})] == [read[-1].where]
+    read = read_prompts(recipe, "train", None)
+    assert [row.where for row in find_overlong(recipe, read, renderer, 256, {"": {}})] == [read[-1].where]
     refusing = Recipe.load({}, f"task.source={rows}", "rollout.max_tokens=100")
     with pytest.raises(ValueError, match=r'row 10 of .* task.overlong = "filter"'):
-        overlong(refusing, read, renderer, 256, {"": {}})
+        find_overlong(refusing, read, renderer, 256, {"": {}})

@@ -10,7 +10,7 @@ import pytest
 from ostinato.cli.new import MACHINES, new
 from ostinato.config import Recipe
 from ostinato.config.reference import find_keys
-from ostinato.launch.inputs import prepare
+from ostinato.launch.inputs import prepare_inputs
 
 
 def write_rows(folder: Path, **row: str) -> Path:
@@ -36,7 +36,7 @@ def test_rows_choose_the_reward_that_reads_their_answers(
     new(tmp_path / "mine.toml", task="", model="asset:seed-moe", machine="laptop", rows=str(rows))
     recipe = Recipe.load(tmp_path / "mine.toml", "model.dtype=float32")
     assert recipe.reward.functions == (reward,) and recipe.task.source == str(rows)
-    with prepare(recipe, training=True) as inputs:
+    with prepare_inputs(recipe, training=True) as inputs:
         assert len(inputs.train_prompts) == 9 and len(inputs.eval_prompts) == 1
         assert inputs.train_prompts[0].messages, "a text is what a user says"
 
@@ -46,7 +46,7 @@ def test_a_reward_and_an_environment_to_change_stand_beside_it(tmp_path: Path, t
     rows = write_rows(tmp_path, answer="7") if task == "own" else ""
     new(tmp_path / "a" / "mine.toml", task=task, model="asset:seed-moe", machine="laptop", rows=str(rows))
     recipe = Recipe.load(tmp_path / "a" / "mine.toml", "model.dtype=float32")
-    with prepare(recipe, training=True) as inputs:
+    with prepare_inputs(recipe, training=True) as inputs:
         assert inputs.train_prompts
     with pytest.raises(ValueError, match=r"mine.toml exists; give the recipe another name"):
         new(tmp_path / "a" / "mine.toml", task=task, model="", machine="", rows=str(rows))

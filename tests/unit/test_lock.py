@@ -90,7 +90,7 @@ def test_two_never_resume_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     def work(*arguments: object, **more: object) -> None:
         raise AssertionError("work began")
 
-    monkeypatch.setattr(session, "_session", work)
+    monkeypatch.setattr(session, "_run_session", work)
     with hold_lock(run.path), pytest.raises(ValueError, match="is in use by process"):
         resume(run.path, "trainer.steps=200", quiet=True)
     assert sorted(run.path.iterdir()) == [run.path / LOCK, *before]
@@ -107,7 +107,7 @@ def test_a_run_that_did_not_begin_leaves_no_folder(
             pass
         raise error
 
-    monkeypatch.setattr(session, "_session", work)
+    monkeypatch.setattr(session, "_run_session", work)
     with pytest.raises(type(error)):
         learn("quickstart", f"log.dir={tmp_path}", quiet=True)
     assert not list(tmp_path.iterdir())
@@ -118,7 +118,7 @@ def test_a_run_folder_stays_where_it_is_when_the_working_directory_changes(
 ) -> None:
     """A step of an environment that did ``os.chdir("/")`` lost the folder of a relative log.dir."""
     monkeypatch.chdir(tmp_path)
-    with session.new_folder(Recipe.parse({"log": {"dir": "here"}})) as path:
+    with session.open_new_folder(Recipe.parse({"log": {"dir": "here"}})) as path:
         monkeypatch.chdir("/")
         assert path.is_dir() and path.parent == tmp_path / "here"
         (path / "recipe.toml").write_text("")

@@ -93,7 +93,7 @@ def test_ctrl_c_while_a_session_begins_says_where_the_run_is(
         def fake(*given: Any, **more: Any) -> None:
             raise stated
 
-        monkeypatch.setattr(session, "_session", fake)
+        monkeypatch.setattr(session, "_run_session", fake)
         session._train(recipe, tmp_path / "run", Console(quiet=True), workers="", on_step=None)
 
     with pytest.raises(KeyboardInterrupt, match="ostinato resume"):
@@ -208,7 +208,7 @@ def test_the_live_line_says_what_is_done_before_the_first_step() -> None:
     """During the first evaluation, the longest part of a small run, it was "sampling the first step"."""
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=100)
-    with Monitor(3, console=console, first="scoring 256 held-out prompts") as monitor:
+    with Monitor(3, console=console, description="scoring 256 held-out prompts") as monitor:
         monitor.on_eval({"step": 0, "set": "eval", "n": 256, "pass@1": 0.5, "stderr": 0.1, "reward": 0.5})
     before, after = out.getvalue().split("held-out pass@1", 1)
     assert "scoring 256 held-out prompts" in before and "sampling the first step" not in before
@@ -230,6 +230,6 @@ def test_learn_says_what_the_command_says(
 
     monkeypatch.setattr(logging.getLogger(), "handlers", [])  # as in a script
     monkeypatch.setattr(logging.getLogger("ostinato"), "level", logging.NOTSET)
-    monkeypatch.setattr(session, "_session", log)
+    monkeypatch.setattr(session, "_run_session", log)
     session._train(Recipe(), tmp_path / "run", Screen(quiet=quiet), workers="", on_step=None)
     assert capsys.readouterr().out == said

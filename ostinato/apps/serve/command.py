@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ostinato.access import STRICT, Access
 from ostinato.launch.machine import configure_threads
-from ostinato.launch.models import recipe_of
+from ostinato.launch.models import load_recipe
 from ostinato.terminal import say
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def serve(
     key = key_for(where.host, "--host", where.key)
     server_socket = bind(where.host, where.port)
     with server_socket:
-        recipe, _ = recipe_of(target, *overrides)
+        recipe, _ = load_recipe(target, *overrides)
         configure_threads(recipe)
         from ostinato.apps.serve.app import new_app
         from ostinato.apps.serve.served import NO_ADDITIONS, Serving, open_service
@@ -119,7 +119,7 @@ def _make_lifespan(
 def proxy(target: str, overrides: Sequence[str], out: Path, where: Address, idle_s: float) -> None:
     """Record rollouts until a signal. Raises ValueError for a target that cannot be served."""
     say(f"loading {target}")
-    recipe, _ = recipe_of(target, *overrides)
+    recipe, _ = load_recipe(target, *overrides)
     configure_threads(recipe)
     try:
         from ostinato.apps.serve.elsewhere import Place

@@ -27,7 +27,7 @@ from ostinato.apps.serve.served import Served, Serving, follow, open_service
 from ostinato.apps.serve.service import Limits
 from ostinato.apps.serve.thread import EngineThread
 from ostinato.config import Recipe
-from ostinato.launch.inputs import load, sampling_of
+from ostinato.launch.inputs import load_app, make_sampling
 from ostinato.protocols import Grader
 from ostinato.rollout.rollout import RolloutContext, play_episode
 from ostinato.run import JsonlZst, group_rows
@@ -66,13 +66,13 @@ class Proxy:
         calls = recipe.task.agent_tool_calls
         self._server = AgentServer(self._renderer, place, calls=calls, opened=self._begin_rollout)
         memory = recipe.task.memory
-        chats = load("task.memory")(recipe.memory, self._renderer, Counter()) if memory else lambda: None
+        chats = load_app("task.memory")(recipe.memory, self._renderer, Counter()) if memory else lambda: None
         self._new_chat = chats
         self._context = RolloutContext(
             engine=_Engine(served.thread, served.service.model("").policy),
             env=self._make_episode,
             grader=cast(Grader, None),  # rewards are posted
-            sampling=sampling_of(recipe.rollout, self._renderer),
+            sampling=make_sampling(recipe.rollout, self._renderer),
             context_limit=served.service.limits.context,
         )
 

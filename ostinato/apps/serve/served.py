@@ -25,8 +25,8 @@ from ostinato.apps.serve.service import Canary, Limits, Model, Service
 from ostinato.apps.serve.thread import EngineThread
 from ostinato.launch import RunFailed
 from ostinato.launch.engine import AnyEngine
-from ostinato.launch.models import recipe_of
-from ostinato.launch.policy import Policy, load_adapter, load_newest, load_policy, serve
+from ostinato.launch.models import load_recipe
+from ostinato.launch.policy import Policy, load_adapter, load_newest_adapters, load_policy, serve_policy
 from ostinato.model.base import Base
 from ostinato.model.generation import sampling_defaults
 from ostinato.model.lora import Adapters
@@ -100,13 +100,13 @@ class _LoadedPolicies:
 def _load_all(serving: Serving) -> _LoadedPolicies:
     """Load the engine with all policies, and the names that clients use for them."""
     policy = load_policy(serving.target, *serving.overrides)
-    engine = serve(replace(policy, adapters=None, step=0))
+    engine = serve_policy(replace(policy, adapters=None, step=0))
     runs: dict[str, RunFolder] = {}
     models: dict[str, Model] = {}
     path = policy.recipe.model.path
     base = Path(path).name if "/" in path and Path(path).exists() else path.removeprefix("asset:")
     now = int(time.time())
-    run = recipe_of(serving.target)[1]
+    run = load_recipe(serving.target)[1]
     if policy.adapters is not None:
         name = serving.name or (run.path.resolve().name if run else "adapter")
         engine.publish(policy.adapters, policy.step, name)
@@ -136,7 +136,7 @@ async def follow(served: Served) -> None:
             if (newest := _find_newest(run)) == names[name]:
                 continue
             names[name] = newest
-            await renew(served, name, partial(load_newest, run, served.decoder))
+            await renew(served, name, partial(load_newest_adapters, run, served.decoder))
 
 
 async def renew(served: Served, name: str, load: Callable[[], tuple[int, Adapters]]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ostinato.apps.serve.command import Address
 from ostinato.launch.machine import configure_threads
-from ostinato.launch.models import recipe_of
+from ostinato.launch.models import load_recipe
 from ostinato.terminal import say, show_log
 
 EXAMPLE = """
@@ -32,7 +32,7 @@ def tinker(target: str, overrides: Sequence[str], where: Address, state: Path, n
         raise ValueError("the key does not begin with tml-, and the SDK sends no other; choose one that does")
     server_socket = bind(where.host, where.port)
     with server_socket:
-        recipe, _ = recipe_of(target, *overrides)
+        recipe, _ = load_recipe(target, *overrides)
         configure_threads(recipe)
         from ostinato.apps.tinker.app import new_app
         from ostinato.apps.tinker.models import MODEL

@@ -31,9 +31,9 @@ from ostinato.apps.tinker.wire import (
     training_result,
 )
 from ostinato.engine.local import LocalEngine
-from ostinato.launch.engine import training_ops
+from ostinato.launch.engine import choose_training_ops
 from ostinato.launch.machine import record_start
-from ostinato.launch.policy import Policy, load_policy, serve
+from ostinato.launch.policy import Policy, load_policy, serve_policy
 from ostinato.lock import hold_lock
 from ostinato.model.lora import Adapters
 from ostinato.model.named import is_hub_name
@@ -355,7 +355,7 @@ def open_work(target: str, overrides: tuple[str, ...], state: Path, name: str = 
 
     def make() -> LocalEngine:
         policy = load_policy(target, *overrides)
-        engine = serve(replace(policy, adapters=None, step=0))
+        engine = serve_policy(replace(policy, adapters=None, step=0))
         if not isinstance(engine, LocalEngine):
             raise ValueError(
                 'model.backend is "transformers", and the Tinker API needs our own decoder: "native"'
@@ -386,6 +386,6 @@ def _make_base(target: str, policy: Policy, engine: LocalEngine, name: str) -> B
         ),
         decoder=engine.decoder,
         renderer=policy.renderer,
-        ops=training_ops(policy.recipe, policy.decoder),
+        ops=choose_training_ops(policy.recipe, policy.decoder),
         context=engine.context_limit,
     )

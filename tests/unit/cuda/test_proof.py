@@ -17,7 +17,7 @@ from worlds import tiny, tiny_dense
 from ostinato.config import Recipe
 from ostinato.engine import proof
 from ostinato.engine.proof import prove_kernels
-from ostinato.launch.engine import sampler_kernels
+from ostinato.launch.engine import choose_sampler_kernels
 from ostinato.model.config import parse_config
 from ostinato.model.cuda import CUDA_OPS, CudaKernels, policies
 from ostinato.model.cuda.graphs import cuda_graphs
@@ -96,7 +96,7 @@ def test_kernels_are_not_launched_on_another_card(
     "cuda:1" the first card would have been given addresses of the second."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     decoder: Any = SimpleNamespace(device=torch.device("cuda:1"))
-    assert sampler_kernels(Recipe(), decoder) is None
+    assert choose_sampler_kernels(Recipe(), decoder) is None
     assert "CUDA_VISIBLE_DEVICES" in caplog.text
 
 

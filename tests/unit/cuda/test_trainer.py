@@ -16,7 +16,7 @@ from worlds import adapters_of, tiny_dense, tiny_moe
 from ostinato.algo.algorithms import algorithm
 from ostinato.algo.pack import pack
 from ostinato.config import Recipe
-from ostinato.launch.engine import training_ops
+from ostinato.launch.engine import choose_training_ops
 from ostinato.model.config import parse_config
 from ostinato.model.cuda import CUDA_OPS, scoring
 from ostinato.model.cuda.proof import prove_ops
@@ -173,4 +173,4 @@ def test_every_kernel_is_proven_before_it_is_used() -> None:
 
 def test_a_recipe_without_kernels_trains_by_torch() -> None:
     card: Any = SimpleNamespace(device=torch.device("cuda", 0))
-    assert training_ops(Recipe.model_validate({"engine": {"native": False}}), card) is TORCH_OPS
+    assert choose_training_ops(Recipe.model_validate({"engine": {"native": False}}), card) is TORCH_OPS

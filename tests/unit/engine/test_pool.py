@@ -28,7 +28,7 @@ from small_pool import (
 )
 
 from ostinato.engine.pool import Call
-from ostinato.launch.drafts import Seen
+from ostinato.launch.drafts import SeenLengths
 from ostinato.observe.timeline import Kind
 from ostinato.protocols import Job, Starts, Worker
 from ostinato.rollout.schedule import find_placement, place_least_loaded
@@ -317,7 +317,7 @@ async def test_calls_wait_in_the_pool_where_placement_can_still_choose() -> None
 async def test_a_placement_by_lengths_knows_them_without_drafts() -> None:
     """Lengths were those of the history that drafts come from: without drafts a placement by lengths had
     none, and histopipe dealt the first half of a round to the first worker."""
-    lengths = Seen()
+    lengths = SeenLengths()
     pool = World().pool(1, expect=lengths.expect, on_answer=lengths.observe)
     await pool.ready()
     requests = [replace(group(place, 1)[0], uid=str(place)) for place in range(4)]

@@ -26,7 +26,7 @@ from ostinato.engine.vllm import VllmEngine
 from ostinato.engine.vllm_answers import convert_answer, make_question
 from ostinato.engine.vllm_proof import is_above, is_ignored
 from ostinato.engine.vllm_server import check_server
-from ostinato.launch.components import proof_row
+from ostinato.launch.components import make_proof_row
 from ostinato.model.attention import CausalAttention
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
@@ -259,11 +259,15 @@ def test_only_a_certain_absence_of_a_kind_counts() -> None:
 def test_each_publish_has_one_verdict(engine: VllmEngine) -> None:
     base = engine.take_verdict()
     assert base is not None and base.version == 0 and base.tokens == 32 and base.k3 < 1e-6
-    assert engine.take_verdict() is None and proof_row(None) == {}
+    assert engine.take_verdict() is None and make_proof_row(None) == {}
     engine.publish(POLICIES[0], 1)
     first = engine.take_verdict()
     assert first is not None and first.version == 1 and first.k3 < 1e-6
-    assert proof_row(first) == {"publish/k3": first.k3, "publish/k3_version": 1.0, "publish/k3_tokens": 32.0}
+    assert make_proof_row(first) == {
+        "publish/k3": first.k3,
+        "publish/k3_version": 1.0,
+        "publish/k3_tokens": 32.0,
+    }
 
 
 def test_memory_is_lent_to_a_training_step(engine: VllmEngine, server: FakeVllm) -> None:

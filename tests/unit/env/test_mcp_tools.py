@@ -18,7 +18,7 @@ import pytest
 from ostinato.config import Recipe
 from ostinato.config.fields import PathKind, make_absolute
 from ostinato.env.tools import resolve_tools
-from ostinato.launch.inputs import new_stage, prepare
+from ostinato.launch.inputs import new_stage, prepare_inputs
 from ostinato.protocols import Engine
 from ostinato.rollout.rollout import start_env
 
@@ -114,7 +114,7 @@ def test_a_run_starts_a_server_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     recipe = Recipe.load(
         {"model": {"path": "asset:seed-moe", "dtype": "float32"}, "task": {"tools": tools, "max_turns": 2}}
     )
-    with prepare(recipe, training=True) as inputs:
+    with prepare_inputs(recipe, training=True) as inputs:
         episode = new_stage(inputs, cast(Engine, None), inputs.grader).env(inputs.train_prompts[0])
         asked = inputs.renderer.decode(asyncio.run(start_env(episode)), skip_special=False)
     assert "The sum of two integers." in asked
@@ -135,7 +135,7 @@ def test_the_chats_of_the_recipe_begin_as_its_run_does(tmp_path: Path) -> None:
         f"task.tools=['mcp:{sys.executable} {file}']",
         "model.dtype=float32",
     )
-    with prepare(recipe, training=True) as inputs:
+    with prepare_inputs(recipe, training=True) as inputs:
         row = replace(inputs.train_prompts[0], messages=(whole[1],))
         episode = new_stage(inputs, cast(Engine, None), inputs.grader).env(row)
         asked = asyncio.run(start_env(episode))

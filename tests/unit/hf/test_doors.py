@@ -16,8 +16,8 @@ from ostinato.apps.tinker.work import open_work
 from ostinato.cli.data import data
 from ostinato.cli.evaluate import evaluate
 from ostinato.config import Recipe
-from ostinato.launch.policy import SamplingOptions, answer
-from ostinato.launch.sft import supervise
+from ostinato.launch.policy import SamplingOptions, answer_prompts
+from ostinato.launch.sft import train_supervised
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "eval.n": 2,
         "log.dir": place,
     }
-    return supervise(Recipe.load("sft", *(f"{key}={value}" for key, value in keys.items())))[0]
+    return train_supervised(Recipe.load("sft", *(f"{key}={value}" for key, value in keys.items())))[0]
 
 
 def test_supervised_training_learns(run: Path) -> None:
@@ -82,7 +82,7 @@ def test_it_is_served_and_scored(run: Path) -> None:
 def test_it_answers_and_is_measured(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = SamplingOptions(max_tokens=3, temperature=0.0, top_p=None, seed=0)
     chat = [{"role": "user", "content": "3 + 1 ="}]
-    assert answer(str(run), [chat, chat], options)[0].startswith("7")
+    assert answer_prompts(str(run), [chat, chat], options)[0].startswith("7")
     source = f"task.source={run.parent / 'prompts.jsonl'}"
     data(str(run), [source], model="", row=1)
     evaluate(str(run), [source, 'reward.functions=["exact"]', "rollout.max_tokens=2"])

@@ -15,7 +15,7 @@ peft = pytest.importorskip("peft")
 from ostinato.config import Recipe  # noqa: E402
 from ostinato.hf.factors import read_folder  # noqa: E402
 from ostinato.hf.model import load_transformers  # noqa: E402
-from ostinato.launch.machine import choose_backend, with_backend  # noqa: E402
+from ostinato.launch.machine import choose_backend, resolve_backend  # noqa: E402
 from ostinato.launch.session import learn, resume  # noqa: E402
 from ostinato.model.named import model_folder  # noqa: E402
 
@@ -82,4 +82,4 @@ def test_what_does_not_go_with_it_is_refused_by_name(
     gemma: Path, tmp_path: Path, key: str, value: Any
 ) -> None:
     with pytest.raises(ValueError, match=key):
-        with_backend(recipe_of(gemma, tmp_path, 1, **{key: value}))
+        resolve_backend(recipe_of(gemma, tmp_path, 1, **{key: value}))

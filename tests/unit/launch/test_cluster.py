@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from ostinato.config import Recipe, dump_toml
-from ostinato.launch.checks import caveats, check
+from ostinato.launch.checks import check_recipe, list_caveats
 from ostinato.launch.loop import RunComponents
 from ostinato.pipeline.state import Finish, LoopState
 from ostinato.types import HistoryEntry
@@ -41,7 +41,7 @@ def recipe(**sections: Any) -> Recipe:
 )
 def test_what_workers_elsewhere_cannot_do_is_refused(sections: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        check(recipe(**sections))
+        check_recipe(recipe(**sections))
 
 
 @pytest.mark.parametrize(
@@ -52,16 +52,16 @@ def test_what_workers_elsewhere_cannot_do_is_refused(sections: dict[str, Any], w
 )
 def test_what_does_nothing_is_told(sections: dict[str, Any], words: str) -> None:
     reported = recipe(**sections)
-    assert any(words in line for line in caveats(reported, check(reported)))
+    assert any(words in line for line in list_caveats(reported, check_recipe(reported)))
 
 
 def test_everybody_has_a_place_and_a_pool() -> None:
     reported = recipe(cluster={"samplers": 2, "graders": 1, "remote_trainer": True, "cpus_per_worker": 3})
-    wants = cluster.places(reported)
+    wants = cluster.list_needs(reported)
     assert [want.name for want in wants] == ["trainer", "sampler-0", "sampler-1", "grader-0"]
     assert {want.cpus for want in wants} == {3} and not any(want.gpus for want in wants)
-    assert cluster.pools(reported.cluster) == {"samplers": 2, "trainer": 1, "graders": 1}
-    (line,) = cluster.lines(reported.cluster)
+    assert cluster.count_devices(reported.cluster) == {"samplers": 2, "trainer": 1, "graders": 1}
+    (line,) = cluster.describe_workers(reported.cluster)
     assert "2 samplers, 1 grader, 1 trainer on a Ray of its own" in line and "3 threads each" in line
 
 
@@ -85,8 +85,8 @@ class Pool:
 def test_figures_of_all_workers_are_added_up() -> None:
     pool: Any = Pool()
     history: Any = None
-    assert cluster.SharedHistory(history, pool).saved_s() == 2.0
-    assert cluster.pool_metrics(pool) == {
+    assert cluster.SharedHistory(history, pool).measure_saved_s() == 2.0
+    assert cluster.take_pool_metrics(pool) == {
         "workers/alive": 2.0,
         "publish/count": 2.0,
         "publish/bytes": 40.0,
@@ -144,7 +144,7 @@ def test_a_worker_sweeps_its_own_host(tmp_path: Path, monkeypatch: pytest.Monkey
     left = tmp_path / "ostinato" / "shared" / f"ostinato-{os.getuid()}-f00d.safetensors"
     left.parent.mkdir(parents=True)
     left.touch()
-    workers._read(dump_toml(recipe(model={"path": "asset:seed-moe"})))
+    workers._read_recipe(dump_toml(recipe(model={"path": "asset:seed-moe"})))
     assert not left.exists()
 
 
@@ -217,6 +217,6 @@ def test_workers_are_given_their_threads_and_this_path() -> None:
 def test_samplers_give_way_to_a_trainer_that_shares_their_cores(
     sections: dict[str, Any], gives_way: bool
 ) -> None:
-    wants = {want.name: want.nice for want in cluster.places(recipe(**sections))}
-    assert (wants["sampler-0"], wants["sampler-1"]) == (cluster.GIVE_WAY * gives_way,) * 2
+    wants = {want.name: want.nice for want in cluster.list_needs(recipe(**sections))}
+    assert (wants["sampler-0"], wants["sampler-1"]) == (cluster.SAMPLER_NICE * gives_way,) * 2
     assert not wants.get("trainer")

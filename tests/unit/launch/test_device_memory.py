@@ -16,19 +16,19 @@ from ostinato.apps.plan.problem import find_model
 from ostinato.config import Recipe
 from ostinato.launch import RunFailed
 from ostinato.launch.device_memory import (
-    LEAST_MB,
+    MIN_CACHE_MB,
     Need,
     check_room,
-    host_memory,
-    kv_memory_mb,
+    choose_kv_memory_mb,
+    compute_step_need,
+    estimate_terms,
+    find_sheet_flops,
     lends_memory,
-    named_out_of_memory,
-    sheet_flops,
-    step_need,
-    terms,
+    name_out_of_memory,
+    read_host_memory,
 )
 from ostinato.launch.machine import expects_gpu
-from ostinato.launch.models import recipe_of
+from ostinato.launch.models import load_recipe
 from ostinato.pipeline.account import compute_utilisation
 
 FEW = Need(prompts=2, group=4, prompt_tokens=20, answer_tokens=12)
@@ -38,33 +38,33 @@ def test_a_pool_is_as_large_as_the_batch() -> None:
     """512 MB were 3,632 tokens of Qwen3-8B: a longer answer was refused, and 64 sequences of a model of 1.5B
     waited for each other without a word."""
     recipe, decoder = Recipe.load("quickstart"), tiny_decoder(max_position_embeddings=40_000)
-    assert kv_memory_mb(recipe, decoder, FEW) == LEAST_MB
+    assert choose_kv_memory_mb(recipe, decoder, FEW) == MIN_CACHE_MB
     many = replace(FEW, prompts=64, group=16, answer_tokens=30_000)
-    mb = kv_memory_mb(recipe, decoder, many)
+    mb = choose_kv_memory_mb(recipe, decoder, many)
     token = 2 * 2 * (16 + 16) * 4  # layers, heads, keys and values, bytes
-    assert mb > LEAST_MB and (mb << 20) >= 256 * 30_000 * token
-    host = host_memory()
+    assert mb > MIN_CACHE_MB and (mb << 20) >= 256 * 30_000 * token
+    host = read_host_memory()
     assert host is None or (mb << 20) <= host
 
 
 def test_siblings_share_their_prompt() -> None:
     alone = replace(FEW, prompts=8, group=1)
-    assert FEW.tokens(4096, 256) < alone.tokens(4096, 256) < 8 * (20 + 12 + 64)
-    assert FEW.tokens(4096, 3) < FEW.tokens(4096, 256)
+    assert FEW.count_tokens(4096, 256) < alone.count_tokens(4096, 256) < 8 * (20 + 12 + 64)
+    assert FEW.count_tokens(4096, 3) < FEW.count_tokens(4096, 256)
 
 
 def test_a_written_pool_stays_and_is_said_to_be_too_small(caplog: pytest.LogCaptureFixture) -> None:
     decoder = tiny_decoder(max_position_embeddings=40_000)
     recipe = Recipe.load("quickstart", "engine.kv_memory_mb=1")
     with caplog.at_level(logging.WARNING):
-        assert kv_memory_mb(recipe, decoder, FEW) == 1
+        assert choose_kv_memory_mb(recipe, decoder, FEW) == 1
         assert not caplog.records
-        assert kv_memory_mb(recipe, decoder, replace(FEW, answer_tokens=30_000)) == 1
+        assert choose_kv_memory_mb(recipe, decoder, replace(FEW, answer_tokens=30_000)) == 1
     assert "engine.kv_memory_mb" in caplog.text
 
 
 def test_what_is_played_ahead_is_needed_too() -> None:
-    one, three = (step_need(Recipe.load("quickstart", f"pipeline.staleness={k}"), 48) for k in (0, 2))
+    one, three = (compute_step_need(Recipe.load("quickstart", f"pipeline.staleness={k}"), 48) for k in (0, 2))
     assert three.prompts == 3 * one.prompts
 
 
@@ -92,8 +92,8 @@ def test_a_sampler_lends_its_memory_only_where_no_answer_goes_on() -> None:
 
 def test_the_memory_of_a_host_is_what_it_can_give(tmp_path: Path) -> None:
     (tmp_path / "meminfo").write_text("MemTotal: 100 kB\nMemFree: 5 kB\nMemAvailable:   40 kB\nHuge\n")
-    assert host_memory(tmp_path / "meminfo") == 40 * 1024
-    assert host_memory(tmp_path / "none") is None
+    assert read_host_memory(tmp_path / "meminfo") == 40 * 1024
+    assert read_host_memory(tmp_path / "none") is None
 
 
 @pytest.mark.parametrize(
@@ -110,17 +110,18 @@ def test_a_full_device_ends_a_run_by_name(error: RuntimeError) -> None:
     recipe = Recipe.load("quickstart", "model.dtype=bfloat16", "engine.kv_memory_mb=700")
     with (
         pytest.raises(RunFailed, match=r"0\.7.*trainer\.recompute|kv_memory_mb"),
-        named_out_of_memory(recipe, ""),
+        name_out_of_memory(recipe, ""),
     ):
         raise error
-    with pytest.raises(RuntimeError, match="shapes"), named_out_of_memory(recipe, ""):
+    with pytest.raises(RuntimeError, match="shapes"), name_out_of_memory(recipe, ""):
         raise RuntimeError("shapes do not fit")
 
 
 def test_terms_are_the_planners() -> None:
     config, keys = find_model("qwen3-8b").config, ("model.dtype=bfloat16", 'adapter.targets=["attn","mlp"]')
     kept, again = (
-        terms(Recipe.load("quickstart", *keys, f"trainer.recompute={on}"), config) for on in ("false", "true")
+        estimate_terms(Recipe.load("quickstart", *keys, f"trainer.recompute={on}"), config)
+        for on in ("false", "true")
     )
     assert kept["base weights"] == again["base weights"] == pytest.approx(16.38e9, rel=0.01)
     assert kept["activations"] > 5 * again["activations"] and "context" not in kept
@@ -179,7 +180,7 @@ def test_a_gpu_is_expected_before_torch_is_loaded(
 )
 def test_utilisation_is_of_the_data_sheet(name: str, tflops: float) -> None:
     """Nothing said how much of a GPU training uses."""
-    assert sheet_flops(name) == tflops * 1e12
+    assert find_sheet_flops(name) == tflops * 1e12
     row = {"flops/train": 2e15, "time/train_s": 4.0}
     assert compute_utilisation(row, 1e15) == {"train/mfu": 0.5}
     assert compute_utilisation(row, 0.0) == compute_utilisation({"time/train_s": 4.0}, 1e15) == {}
@@ -188,6 +189,6 @@ def test_utilisation_is_of_the_data_sheet(name: str, tflops: float) -> None:
 def test_a_bare_model_has_no_head_of_quickstart() -> None:
     """Every command that is given a model took over the fp32 head that quickstart chose for its own: on a GPU
     a copy of the head in fp32 for every token."""
-    assert not recipe_of("smollm2-135m")[0].model.fp32_head
-    assert recipe_of("smollm2-135m", "model.fp32_head=true")[0].model.fp32_head
-    assert recipe_of("asset:seed-moe")[0].model.fp32_head
+    assert not load_recipe("smollm2-135m")[0].model.fp32_head
+    assert load_recipe("smollm2-135m", "model.fp32_head=true")[0].model.fp32_head
+    assert load_recipe("asset:seed-moe")[0].model.fp32_head

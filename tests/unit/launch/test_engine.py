@@ -21,10 +21,10 @@ from ostinato.engine.threads import Threads
 from ostinato.history.store import History
 from ostinato.launch import components
 from ostinato.launch import trainer as parts
-from ostinato.launch.checks import caveats, check, check_exact, check_model
+from ostinato.launch.checks import check_exact, check_model, check_recipe, list_caveats
 from ostinato.launch.drafts import load_history, new_memory, save_history
-from ostinato.launch.engine import vllm_engine
-from ostinato.launch.ranks import backend, find_follower
+from ostinato.launch.engine import open_vllm_engine
+from ostinato.launch.ranks import choose_collectives, find_follower
 from ostinato.launch.trainer import new_sharded_trainer
 from ostinato.model.decoder import Decoder
 from ostinato.run import RunFolder
@@ -47,7 +47,7 @@ def recipe(**sections: dict[str, Any]) -> Recipe:
 )
 def test_what_vllm_cannot_do_is_refused(sections: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
-        check(recipe(**sections))
+        check_recipe(recipe(**sections))
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_a_server_that_cannot_be_is_refused(engine: dict[str, Any], sentence: st
     requested, decoder = recipe(engine=engine), moe(layers=())
     places: dict[str, Any] = {"model": tmp_path, "folder": tmp_path, "prompt": None}
     rest: dict[str, Any] = {"renderer": None, **places}
-    with pytest.raises(ValueError, match=sentence), vllm_engine(requested, decoder, **rest):
+    with pytest.raises(ValueError, match=sentence), open_vllm_engine(requested, decoder, **rest):
         pass
 
 
@@ -115,7 +115,7 @@ def test_what_vllm_returns_on_a_gpu_alone_is_refused_on_a_cpu(
     sections: dict[str, Any], layers: tuple[int, ...], key: str, tmp_path: Path
 ) -> None:
     places: dict[str, Any] = {"model": tmp_path, "folder": tmp_path, "prompt": None, "renderer": None}
-    with pytest.raises(ValueError, match=key), vllm_engine(recipe(**sections), moe(layers), **places):
+    with pytest.raises(ValueError, match=key), open_vllm_engine(recipe(**sections), moe(layers), **places):
         pass
 
 
@@ -158,7 +158,7 @@ def test_a_head_that_vllm_would_leave_out_is_refused() -> None:
 
 def test_what_is_not_as_with_the_engine_here_is_said() -> None:
     requested = recipe(model={"path": "smollm2-135m", "dtype": "bfloat16", "fp32_head": True})
-    reported = " ".join(caveats(requested, check(requested), moe=False))
+    reported = " ".join(list_caveats(requested, check_recipe(requested), moe=False))
     assert "noise is its own" in reported and "draft.enabled" in reported and "fp32_head" in reported
 
 
@@ -248,12 +248,12 @@ def test_recipes_that_are_refused(tree: dict[str, Any], sentence: str) -> None:
 @pytest.mark.parametrize("layout", ["", "d2t2"])
 def test_other_ranks_than_the_layout_has_are_refused(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
     recipe = Recipe.parse({"parallel": {"layout": layout}})
-    check(recipe)
+    check_recipe(recipe)
     for name, value in PLACE.items():
         monkeypatch.setenv(name, value)
     world = 4 if layout else 1
     with pytest.raises(ValueError) as caught:
-        check(recipe)
+        check_recipe(recipe)
     assert str(caught.value) == (
         f'parallel.layout is "{layout}", of {world} in all, but torchrun has started 2 ranks (WORLD_SIZE); '
         f"start {world}, or choose another layout"
@@ -272,7 +272,7 @@ def test_rank_0_is_the_run_and_the_others_follow(monkeypatch: pytest.MonkeyPatch
 
 def test_the_backend_fits_the_device() -> None:
     def chosen(name: str, device: str) -> str:
-        return backend(Recipe.parse({"parallel": {"backend": name}}).parallel, device)
+        return choose_collectives(Recipe.parse({"parallel": {"backend": name}}).parallel, device)
 
     assert chosen("auto", "cpu") == chosen("gloo", "cpu") == "gloo"
     assert chosen("auto", "cuda") == chosen("nccl", "cuda") == "cpu:gloo,cuda:nccl"

@@ -25,23 +25,23 @@ from ostinato.config import Recipe, dump_toml
 from ostinato.env.rows import read, with_columns
 from ostinato.every import Axis, Every
 from ostinato.launch.checks import (
-    caveats,
-    check,
     check_columns,
+    check_recipe,
     check_solvable,
-    solved_at,
+    compute_solved_at,
+    list_caveats,
     warn_of_control_tokens,
 )
-from ostinato.launch.forgetting import answers_of
+from ostinato.launch.forgetting import estimate_answers
 from ostinato.launch.inputs import (
-    downstream_prompts,
-    longest_answer,
+    compute_stage_identity,
+    find_longest_answer,
+    find_overlong,
     new_interruption,
-    overlong,
-    prompts,
-    stage_identity,
+    read_downstream_prompts,
+    read_prompts,
 )
-from ostinato.launch.loop import HELD_OUT, TRAINED, check_rows, new_evaluations, rules
+from ostinato.launch.loop import HELD_OUT_ROWS, TRAINING_ROWS, check_rows, dump_rules, new_evaluations
 from ostinato.launch.trainer import new_adapters
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
@@ -70,7 +70,7 @@ def test_a_solved_answer_has_full_marks_or_what_the_recipe_says(reward: dict, ma
     recipe = Recipe.parse({"reward": reward})
     tree = recipe.model_dump(mode="json")
     data = rows_of(recipe=tree)
-    for found in (solved_at(recipe.reward), solved_at_in_report(data)):
+    for found in (compute_solved_at(recipe.reward), solved_at_in_report(data)):
         assert found == pytest.approx(mark, abs=1e-5) and found < mark
 
 
@@ -129,7 +129,7 @@ def test_columns_of_a_task_are_those_of_rows_that_lack_them(tmp_path: Path) -> N
         '{"prompt": "a", "answer": "1"}\n{"prompt": "b", "answer": "2", "length": 3}\n'
     )
     task = {"source": str(tmp_path / "rows.jsonl"), "columns": {"length": 9}, "n_train": 0}
-    rows = prompts(Recipe.parse({"task": task}), "train", None)
+    rows = read_prompts(Recipe.parse({"task": task}), "train", None)
     assert [row.columns["length"] for row in rows] == [9, 3]
 
 
@@ -169,21 +169,21 @@ def test_what_is_not_exact_is_said_before_the_run(tree: dict, words: list[str]) 
     """Tokens of a cut distribution were scored by the trainer over the whole vocabulary: a ratio below 1
     on the first minibatch looked like a defect."""
     recipe = Recipe.parse(tree)
-    output = list(caveats(recipe, check(recipe)))
+    output = list(list_caveats(recipe, check_recipe(recipe)))
     assert len(output) == len(words)
     assert all(word in sentence for word, sentence in zip(words, output, strict=True))
 
 
 def test_keys_of_replay_are_said_to_do_nothing_where_nothing_is_routed() -> None:
     recipe = Recipe.parse({"trainer": {"replay": "shuffled"}})
-    (output,) = caveats(recipe, check(recipe), moe=False)
+    (output,) = list_caveats(recipe, check_recipe(recipe), moe=False)
     assert "trainer.replay change nothing" in output
-    assert not list(caveats(Recipe(), check(Recipe()), moe=False))
+    assert not list(list_caveats(Recipe(), check_recipe(Recipe()), moe=False))
 
 
 def test_what_changes_the_groups_changes_the_stage() -> None:
     """A resumed run takes up groups of the same stage only; how long it trains is no part of that."""
-    usual = stage_identity(Recipe())
+    usual = compute_stage_identity(Recipe())
     assert usual == "57e09a01dcd8", "groups of older runs are not found: see stage_identity"
     for section, keys in (
         ("model", {"path": "x"}),
@@ -194,12 +194,12 @@ def test_what_changes_the_groups_changes_the_stage() -> None:
         ("rollout", {"interrupt_after": [8, 12], "answer_tokens": 4}),
         ("rollout", {"think_end": "####"}),
     ):
-        assert stage_identity(Recipe.parse({section: keys})) != usual
+        assert compute_stage_identity(Recipe.parse({section: keys})) != usual
     longer = Recipe.parse(
         {"trainer": {"steps": 7, "lr": 1.0}, "reward": {"timeout_s": 3.0}, "eval": {"n": 3}}
     )
-    assert stage_identity(longer) == usual
-    assert stage_identity(Recipe.parse(tomllib.loads(dump_toml(Recipe())))) == usual
+    assert compute_stage_identity(longer) == usual
+    assert compute_stage_identity(Recipe.parse(tomllib.loads(dump_toml(Recipe())))) == usual
 
 
 def test_a_recipe_of_an_older_run_is_read() -> None:
@@ -231,16 +231,18 @@ def test_an_interrupted_answer_is_as_long_as_its_parts_whatever_max_tokens_says(
     assert found is not None and (found.shortest, found.longest, found.answer_tokens) == (8, 12, 4)
     assert renderer.decode(found.phrase) == " ####" and found.think_end == "</think>"
     assert (
-        longest_answer(interrupting().rollout, renderer)[0] == found.max_tokens == 12 + len(found.phrase) + 4
+        find_longest_answer(interrupting().rollout, renderer)[0]
+        == found.max_tokens
+        == 12 + len(found.phrase) + 4
     )
-    assert longest_answer(Recipe().rollout, renderer) == (64, "rollout.max_tokens")
+    assert find_longest_answer(Recipe().rollout, renderer) == (64, "rollout.max_tokens")
     assert new_interruption(Recipe().rollout, renderer) is None
     prompts = [Prompt(uid="p", text="1 + 1 = ?")]
-    overlong(interrupting(), prompts, renderer, 64, {"": {}})
+    find_overlong(interrupting(), prompts, renderer, 64, {"": {}})
     with pytest.raises(ValueError, match=r"prompt p has \d+ tokens; with an answer of 17 \(rollout.inter"):
-        overlong(interrupting(), prompts, renderer, 20, {"": {}})
+        find_overlong(interrupting(), prompts, renderer, 20, {"": {}})
     with pytest.raises(ValueError, match=r"an answer has up to 17 tokens .* lower rollout.interrupt"):
-        overlong(interrupting(), prompts, renderer, 17, {"": {}})
+        find_overlong(interrupting(), prompts, renderer, 17, {"": {}})
 
 
 def test_a_chat_of_many_short_turns_is_measured_with_what_the_template_adds(tmp_path: Path) -> None:
@@ -254,9 +256,9 @@ def test_a_chat_of_many_short_turns_is_measured_with_what_the_template_adds(tmp_
     prompts = read(str(file), "train")
     tokens = len(renderer.prompt(prompts[-1]))
     assert len(renderer.prompt(prompts[0])) < tokens
-    overlong(Recipe(), prompts, renderer, tokens + 64, {"": {}})
+    find_overlong(Recipe(), prompts, renderer, tokens + 64, {"": {}})
     with pytest.raises(ValueError, match=f"row 4 of .* has {tokens} tokens"):
-        overlong(Recipe(), prompts, renderer, tokens + 63, {"": {}})
+        find_overlong(Recipe(), prompts, renderer, tokens + 63, {"": {}})
 
 
 def test_a_phrase_that_ends_the_answer_is_refused() -> None:
@@ -311,7 +313,7 @@ def test_sets_come_in_order_with_their_own_terms(tmp_path: Path) -> None:
     file = rows_file(tmp_path / "rows.jsonl", "1+1", "2+2", "3+3")
     sets = {"file": {"source": file, "every": 5, "k": 3}, "hard": {"source": "arithmetic", "n": 4}}
     recipe = recipe_of(downstream=sets)
-    prompts = downstream_prompts(recipe, [])
+    prompts = read_downstream_prompts(recipe, [])
     assert {name: len(each) for name, each in prompts.items()} == {"file": 3, "hard": 4}
     main = [Prompt(uid="a", text="1")]
     found = evaluations(recipe, main, prompts)
@@ -337,11 +339,11 @@ def test_sets_come_in_order_with_their_own_terms(tmp_path: Path) -> None:
 def test_a_set_of_the_training_source_must_not_be_trained_on(tmp_path: Path) -> None:
     file = rows_file(tmp_path / "rows.jsonl", "1+1", "2+2")
     recipe = recipe_of(task=file, downstream={"again": {"source": file}})
-    trained_on = downstream_prompts(recipe, [])["again"]
+    trained_on = read_downstream_prompts(recipe, [])["again"]
     with pytest.raises(
         ValueError, match=r"^eval\.downstream\.again: 2 of 2 evaluation prompts are also in the"
     ):
-        downstream_prompts(recipe, trained_on)
+        read_downstream_prompts(recipe, trained_on)
 
 
 @pytest.mark.parametrize(
@@ -354,9 +356,9 @@ def test_a_set_of_the_training_source_must_not_be_trained_on(tmp_path: Path) -> 
     ids=str,
 )
 def test_rules_are_part_of_what_is_measured(change: dict[str, Any]) -> None:
-    assert rules(Recipe.parse(change)) != rules(Recipe.parse({}))
+    assert dump_rules(Recipe.parse(change)) != dump_rules(Recipe.parse({}))
     again = {"rollout": {"think_end": "</end>", "interrupt_phrase": "Stop."}}
-    assert rules(Recipe.parse(again)) == rules(Recipe.parse({})), "nothing is interrupted"
+    assert dump_rules(Recipe.parse(again)) == dump_rules(Recipe.parse({})), "nothing is interrupted"
 
 
 def test_a_run_in_another_folder_is_measured_alike() -> None:
@@ -372,10 +374,12 @@ def test_a_run_in_another_folder_is_measured_alike() -> None:
         )
         for folder in ("/home/a", "/data/b/c")
     )
-    assert rules(here) == rules(there) and stage_identity(here) == stage_identity(there)
-    assert "rewards.py:right" in rules(here) and "judge:judge@3,asset:seed-moe" in rules(here)
+    assert dump_rules(here) == dump_rules(there) and compute_stage_identity(here) == compute_stage_identity(
+        there
+    )
+    assert "rewards.py:right" in dump_rules(here) and "judge:judge@3,asset:seed-moe" in dump_rules(here)
     others = {"trainer": {"lr": 1.0}, "model": {"path": "other"}, "engine": {"max_batch": 8}, "seed": 3}
-    assert rules(Recipe.parse(others)) == rules(Recipe.parse({}))
+    assert dump_rules(Recipe.parse(others)) == dump_rules(Recipe.parse({}))
 
 
 def test_values_that_nobody_reads_do_not_tell_sets_apart() -> None:
@@ -410,7 +414,7 @@ def leaves(tree: dict[str, Any], path: str = "") -> dict[str, Any]:
 
 def test_it_is_the_papers_recipe() -> None:
     """arXiv 2510.13786, section 4 and appendix A.3; what depends on the size of a model is its own."""
-    chosen = check(RECIPE)
+    chosen = check_recipe(RECIPE)
     assert (chosen.loss, chosen.ratio_cap, chosen.anchor) == (Loss.CISPO, 5.0, Anchor.AUTO)
     assert (chosen.baseline, chosen.scale) == (Baseline.GROUP_MEAN, Scale.BATCH)
     assert (chosen.aggregation, chosen.batch_pool) == (Aggregation.PROMPT, Pool.KEPT)
@@ -420,7 +424,7 @@ def test_it_is_the_papers_recipe() -> None:
     assert len(RECIPE.rollout.interrupt_after) == 2 and RECIPE.forecast.enabled
     trainer = RECIPE.trainer
     assert (trainer.eps, trainer.weight_decay, trainer.schedule) == (1e-15, 0.01, "constant")
-    assert trainer.warmup_steps > 0 and solved_at(RECIPE.reward) == pytest.approx(1, abs=1e-5)
+    assert trainer.warmup_steps > 0 and compute_solved_at(RECIPE.reward) == pytest.approx(1, abs=1e-5)
 
 
 def sample_of(group: int, member: int, length: int) -> Sample:
@@ -431,7 +435,7 @@ def sample_of(group: int, member: int, length: int) -> Sample:
 @pytest.mark.parametrize("name", ARMS)
 def test_an_arm_changes_what_it_says_and_nothing_else(name: str) -> None:
     arm = Recipe.load("scalerl", *ARMS[name])
-    check(arm)
+    check_recipe(arm)
     before, after = leaves(RECIPE.model_dump(mode="json")), leaves(arm.model_dump(mode="json"))
     changed = {key for key in after if before.get(key) != after[key]}
     assert changed == {override.partition("=")[0] for override in ARMS[name]}
@@ -450,7 +454,7 @@ def test_the_off_policy_arm_takes_as_many_optimizer_steps_on_as_many_prompts() -
             for group in range(recipe.rollout.prompts_per_step)
             for member, length in enumerate(rng.integers(8, 45, recipe.rollout.group_size).tolist())
         ]
-        weights = aggregation_weights(samples, check(recipe).aggregation)
+        weights = aggregation_weights(samples, check_recipe(recipe).aggregation)
         budget = recipe.trainer.tokens_per_microbatch
         batch = pack(samples, weights, tokens_per_microbatch=budget, minibatches=recipe.trainer.minibatches)
         groups = [{uid.partition("#")[0] for one in each for uid in one.uids} for each in batch.minibatches]
@@ -469,11 +473,13 @@ def test_what_cannot_be_is_refused_and_what_is_not_corrected_is_said() -> None:
     with pytest.raises(
         ValueError, match=r"algo\.overlong_scope has no effect because algo\.overlong_buffer is 0"
     ):
-        check(Recipe.load("scalerl", "algo.overlong_scope=solved"))
+        check_recipe(Recipe.load("scalerl", "algo.overlong_scope=solved"))
     stale = Recipe.load("scalerl", "pipeline.staleness=8")
-    assert not any("staleness" in line for line in caveats(stale, check(stale)))
+    assert not any("staleness" in line for line in list_caveats(stale, check_recipe(stale)))
     blind = Recipe.load("scalerl", "pipeline.staleness=8", "algo.anchor=trainer")
-    assert any("pipeline.staleness is 8, and nothing in" in line for line in caveats(blind, check(blind)))
+    assert any(
+        "pipeline.staleness is 8, and nothing in" in line for line in list_caveats(blind, check_recipe(blind))
+    )
 
 
 @pytest.mark.parametrize(("budget", "answers"), [(0, 2560), (4, 256), ("1e10 flops", 64 * 1e10 / 3e9)])
@@ -483,7 +489,7 @@ def test_a_budget_bounds_the_answers_that_the_forgetting_watch_counts_on(budget:
     rollout = {"prompts_per_step": 8, "group_size": 8, "max_tokens": 10}
     recipe = Recipe.parse({"trainer": {"steps": 40, "budget": budget}, "rollout": rollout})
     flops = FlopModel(parts={Part.MLP: Rates(tokens=2e6)}, backward_rates=Rates(tokens=5.375e6))
-    found = answers_of(recipe, Every.parse(budget, "trainer.budget"), flops)
+    found = estimate_answers(recipe, Every.parse(budget, "trainer.budget"), flops)
     assert found == pytest.approx(answers)
 
 
@@ -491,11 +497,11 @@ def test_a_budget_bounds_the_answers_that_the_forgetting_watch_counts_on(budget:
 
 
 def test_rows_of_a_resumed_run_are_those_of_its_checkpoint_unless_they_are_named(tmp_path: Path) -> None:
-    run, saved = RunFolder(tmp_path), {TRAINED: "a", HELD_OUT: "b"}
+    run, saved = RunFolder(tmp_path), {TRAINING_ROWS: "a", HELD_OUT_ROWS: "b"}
     check_rows(run, saved, saved, set())
     check_rows(run, None, saved, set())  # of a version that kept no digests
-    check_rows(run, saved, {**saved, HELD_OUT: "c"}, {"eval"})
-    for other in (TRAINED, HELD_OUT):
+    check_rows(run, saved, {**saved, HELD_OUT_ROWS: "c"}, {"eval"})
+    for other in (TRAINING_ROWS, HELD_OUT_ROWS):
         check_rows(run, saved, {**saved, other: "c"}, {"task"})
         with pytest.raises(ValueError, match=f"the rows {other} .*task\\.source"):
             check_rows(run, saved, {**saved, other: "c"}, {"trainer"})

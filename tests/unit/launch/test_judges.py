@@ -26,7 +26,7 @@ from ostinato.apps.product.panel import Bench, Panel
 from ostinato.apps.product.store import open_store
 from ostinato.config import Recipe
 from ostinato.env.custom import EnvEpisode
-from ostinato.launch.inputs import stage_identity
+from ostinato.launch.inputs import compute_stage_identity
 from ostinato.launch.models import load_decoder
 from ostinato.launch.trainer import new_adapters
 from ostinato.model.decoder import Decoder
@@ -220,7 +220,7 @@ def test_a_run_names_the_revisions_that_it_began_with(folder: Path) -> None:
     fixed = pin_judges(given)
     one, other = fixed.reward.functions[1].removeprefix("judge:").split(",")
     assert one.startswith(f"{folder}@") and other.startswith("asset:seed-moe@")
-    assert pin_judges(fixed) == fixed and stage_identity(fixed) != stage_identity(given)
+    assert pin_judges(fixed) == fixed and compute_stage_identity(fixed) != compute_stage_identity(given)
     assert pin_judges(recipe()) == recipe()
     with pytest.raises(ValueError, match="no Hugging Face folder"):
         pin_judges(recipe('reward.functions=["judge:nowhere"]'))

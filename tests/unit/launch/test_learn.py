@@ -10,7 +10,7 @@ import pytest
 
 from ostinato import learn
 from ostinato.config import Recipe
-from ostinato.launch.checks import caveats, check
+from ostinato.launch.checks import check_recipe, list_caveats
 from ostinato.pipeline.failed import Failures, RewardFails
 from ostinato.run import RunFolder
 from ostinato.types import Reward, Stop
@@ -227,7 +227,7 @@ def test_an_environment_is_trained_on_its_own_seeds_and_rewards(tmp_path: Path) 
     task = {"env": "shop.py:Shop", "source": "arithmetic"}
     asked = Recipe.parse({"task": task, "reward": {"functions": ["exact"]}})
     assert asked.reward.functions == ("exact",) and asked.task.source == "arithmetic"
-    assert 'leave out "env"' in "".join(caveats(asked, check(asked)))
+    assert 'leave out "env"' in "".join(list_caveats(asked, check_recipe(asked)))
     assert Recipe.parse({"task": task, "reward": {"workers": 2}}).reward.functions == ("env",)
 
 

@@ -239,7 +239,7 @@ def test_a_judge_that_rl_cannot_teach_is_its_warm_start_or_none(
         raise NothingToLearn("10 steps in a row had nothing to learn from")
 
     monkeypatch.setattr(judge, "learn", in_vain)
-    monkeypatch.setattr(judge, "supervise", lambda *_: (tmp_path / "warmed", 1, "done"))
+    monkeypatch.setattr(judge, "train_supervised", lambda *_: (tmp_path / "warmed", 1, "done"))
     monkeypatch.setattr(judge.RunFolder, "open", lambda path: judge.RunFolder(path))
     settings = read_settings(tmp_path / "product.toml", f"judge.warm={str(warm).lower()}")
     folder = tmp_path / "product"
@@ -253,7 +253,7 @@ def test_a_judge_that_rl_cannot_teach_is_its_warm_start_or_none(
     if not warm:
         assert advance(at, found)[1] == "judge training failed"
         return
-    monkeypatch.setattr(judge, "supervise", lambda *_: (tmp_path / "warmed", 1, "terminated"))
+    monkeypatch.setattr(judge, "train_supervised", lambda *_: (tmp_path / "warmed", 1, "terminated"))
     # SIGTERM while a judge was trained: the loop went on, with half a judge as its candidate
     with pytest.raises(RunFailed, match="warmed ended as terminated; ostinato product run goes on with it"):
         judge.train_judge(loop, at)

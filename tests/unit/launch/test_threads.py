@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ostinato.config import Recipe
-from ostinato.launch.machine import CACHES, configure_threads, keep_few
+from ostinato.launch.machine import CACHES, configure_threads, limit_caches
 
 
 def test_products_that_hardly_come_twice_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -14,10 +14,10 @@ def test_products_that_hardly_come_twice_are_not_kept(monkeypatch: pytest.Monkey
     for native, compiler, given in ((True, "c++", True), (True, None, False), (False, "c++", False)):
         monkeypatch.setattr("ostinato.compiler.find_compiler", lambda found=compiler: found)
         environ: dict[str, str] = {}
-        keep_few(native, environ)
+        limit_caches(native, environ)
         assert environ == (CACHES if given else {})
     users = dict.fromkeys(CACHES, "7")
-    keep_few(True, users)
+    limit_caches(True, users)
     assert set(users.values()) == {"7"}
 
 

@@ -32,7 +32,7 @@ from small_loop import (
 )
 
 from ostinato.config import Recipe
-from ostinato.launch.checks import check
+from ostinato.launch.checks import check_recipe
 from ostinato.observe.ledger import Ledger, Terms, read, summary
 from ostinato.pipeline.loop import Finish, LoopState
 from ostinato.pipeline.signals import Stalled
@@ -349,6 +349,6 @@ def test_all_weights_are_not_trained_under_the_sampler_that_reads_them() -> None
     with pytest.raises(
         ValueError, match=r"pipeline\.overlap is true with adapter\.kind \"full\" in one process"
     ):
-        check(full)
-    check(Recipe.parse({"pipeline": overlap}))
-    check(Recipe.parse({"adapter": {"kind": "full"}, "model": {"dtype": "float32"}}))
+        check_recipe(full)
+    check_recipe(Recipe.parse({"pipeline": overlap}))
+    check_recipe(Recipe.parse({"adapter": {"kind": "full"}, "model": {"dtype": "float32"}}))

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from ostinato.apps.plan.commands import app
 from ostinato.apps.plan.problem import find_model
 from ostinato.config import Recipe
-from ostinato.launch.device_memory import terms
+from ostinato.launch.device_memory import estimate_terms
 
 H100 = 85.5e9  # bytes that its driver shows
 # model, rank, prompts, group, mean and longest answer
@@ -47,7 +47,7 @@ def test_it_fits_one_card_with_one_base(model: str) -> None:
             "trainer": {"tokens_per_microbatch": plan["microbatch"], "recompute": plan["recompute"]},
         }
     )
-    before_work = terms(recipe, find_model(model).config)
+    before_work = estimate_terms(recipe, find_model(model).config)
     planned = plan["memory"]["train"]["terms"]
     assert before_work["base weights"] == planned["base weights"]
     for name, size in before_work.items():

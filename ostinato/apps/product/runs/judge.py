@@ -23,7 +23,7 @@ from ostinato.files import atomic_write
 from ostinato.launch import NothingToLearn, RunFailed
 from ostinato.launch.machine import resolve_auto
 from ostinato.launch.session import learn, resume
-from ostinato.launch.sft import supervise
+from ostinato.launch.sft import train_supervised
 from ostinato.reward.verify import resolve
 from ostinato.run import RunFolder, atomic_folder, to_json
 
@@ -49,7 +49,7 @@ def train_judge(loop: ProductLoop, at: Position) -> Finding:
     judge_plan = _plan_runs(loop, at, file, folder)
     rl, adapter, reasons = judge_plan.rl, None, tuple[str, ...]()
     if loop.settings.judge.warm:
-        warm_run, _, reason = supervise(judge_plan.warm, find_run(folder, judge_plan.warm.name))
+        warm_run, _, reason = train_supervised(judge_plan.warm, find_run(folder, judge_plan.warm.name))
         require_end(warm_run, reason)
         rl, adapter = judge_plan.after(warm_run), RunFolder.open(warm_run).adapter
     earlier_run = find_run(folder, rl.name)

@@ -113,7 +113,7 @@ def sample_answers(
     """Sample an answer of each policy in ``adapters`` to each of the n evaluation prompts of draw
     ``prompts``. ``adapters`` are (adapter, number of its draw of noise). ``gold`` is a reward function; ""
     for none."""
-    from ostinato.launch.inputs import prepare
+    from ostinato.launch.inputs import prepare_inputs
 
     overrides = [f"task.seed={recipe.task.seed + APART * prompts}", "eval.k=1", "eval.start_factor=1"]
     overrides += [f'reward.functions=["{gold or "none"}"]', "reward.weights=[]", f"eval.n={n}"]
@@ -123,7 +123,7 @@ def sample_answers(
             [f"adapter.path={adapter}", f"seed={recipe.seed + APART * noise}"] for adapter, noise in adapters
         )
     ]
-    with prepare(recipes[0], training=False) as inputs:
+    with prepare_inputs(recipes[0], training=False) as inputs:
         return [
             _sample_answers(replace(inputs, recipe=policy_recipe), bool(gold)) for policy_recipe in recipes
         ]

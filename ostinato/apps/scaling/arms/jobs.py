@@ -125,11 +125,11 @@ def make_run_recipe(recipe: Recipe, name: str, seed: int, out: Path, threads: in
 def check_jobs(jobs: Sequence[Job]) -> None:
     """Raise ValueError for an arm that cannot be trained or whose files are missing, and for a folder that
     has the run of another recipe."""
-    from ostinato.launch.checks import check
+    from ostinato.launch.checks import check_recipe
 
     for job in jobs:
         try:
-            check(job.recipe)
+            check_recipe(job.recipe)
             check_files(job.recipe)
         except ValueError as error:
             raise ValueError(f"arm {job.arm!r}: {error}") from None
