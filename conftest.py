@@ -52,10 +52,10 @@ DEAREST = 20  # files, and tests, that are listed at the end
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes() -> None:
     """Compile the kernels before the workers start: they all need them while they collect."""
-    from ostinato.model.native import BuildError, load
+    from ostinato.model.native import BuildError, load_kernels
 
     with contextlib.suppress(BuildError):  # without a compiler the tests of native kernels are skipped
-        load()
+        load_kernels()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -126,10 +126,10 @@ def _skip_without_hardware(request: pytest.FixtureRequest) -> None:
 @pytest.fixture(scope="session")
 def kernels() -> Kernels:
     """The native kernels; a test of them is skipped where there is no compiler."""
-    from ostinato.model.native import BuildError, load
+    from ostinato.model.native import BuildError, load_kernels
 
     try:
-        return load()
+        return load_kernels()
     except BuildError as error:
         pytest.skip(str(error))
 

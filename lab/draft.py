@@ -28,7 +28,7 @@ from ostinato.history.drafter import HistoryDrafter
 from ostinato.history.lengths import Lengths
 from ostinato.history.rules import Rules, Source
 from ostinato.history.store import History
-from ostinato.model.named import model_folder
+from ostinato.model.named import find_model_folder
 from ostinato.protocols import Drafter
 from ostinato.types import Completion, Request
 
@@ -81,7 +81,7 @@ class Draft(Bench):
     def measure(self, say: Say) -> dict[str, Any]:
         recipe = self.loaded
         model = Model.load(
-            str(model_folder(recipe.model.path)),
+            str(find_model_folder(recipe.model.path)),
             dtype=recipe.model.dtype,
             fp32_head=recipe.model.fp32_head,
             say=say,

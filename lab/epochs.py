@@ -26,8 +26,8 @@ from ostinato.launch.trainer import new_adapters, new_trainer
 from ostinato.model.decoder import Decoder
 from ostinato.model.hf import load_model
 from ostinato.model.lora import Adapters
-from ostinato.model.named import model_folder
-from ostinato.model.native import BuildError, Kernels, load
+from ostinato.model.named import find_model_folder
+from ostinato.model.native import BuildError, Kernels, load_kernels
 from ostinato.pipeline.credit import assign_credit
 from ostinato.pipeline.draft_metrics import collect_answers
 from ostinato.render import Renderer
@@ -50,7 +50,7 @@ class Model:
         """The model in ``folder`` on the CPU, with native kernels where there is a compiler."""
         decoder = load_model(folder, dtype=getattr(torch, dtype), device="cpu", fp32_head=fp32_head)
         try:
-            return cls(decoder=decoder, kernels=load())
+            return cls(decoder=decoder, kernels=load_kernels())
         except BuildError as error:
             say(f"without native kernels: {error}")
             return cls(decoder=decoder, kernels=None)
@@ -89,7 +89,7 @@ def record(recipe: Recipe, model: Model, epochs: int, say: Say) -> list[Step]:
     each = recipe.task.n_train // per_step
     steps = epochs * each
     recipe = recipe.model_copy(update={"trainer": recipe.trainer.model_copy(update={"steps": steps})})
-    renderer, decoder = Renderer(model_folder(recipe.model.path)), model.decoder
+    renderer, decoder = Renderer(find_model_folder(recipe.model.path)), model.decoder
     adapters, engine = new_adapters(recipe, decoder), new_engine(recipe, decoder, renderer)
     assert adapters is not None
     trainer, found = new_trainer(recipe, decoder, adapters), list[Step]()

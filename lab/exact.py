@@ -26,8 +26,8 @@ from ostinato.engine.local import LocalEngine
 from ostinato.model.decoder import Decoder
 from ostinato.model.hf import load_model
 from ostinato.model.lora import Adapters, init_adapters
-from ostinato.model.named import model_folder
-from ostinato.model.native import Kernels, load
+from ostinato.model.named import find_model_folder
+from ostinato.model.native import Kernels, load_kernels
 from ostinato.model.ops import Ops
 from ostinato.model.shapes import AdapterSpec
 from ostinato.render import Renderer
@@ -116,12 +116,12 @@ def far(
 
 def main(name: str, dtype: str = "float32", rounds: str = "7", text: str = "chat") -> dict[str, Any]:
     torch.set_num_threads(our_threads())
-    decoder, kernels = load_model(model_folder(name), dtype=getattr(torch, dtype)), load()
+    decoder, kernels = load_model(find_model_folder(name), dtype=getattr(torch, dtype)), load_kernels()
     adapters = init_adapters(decoder.config, AdapterSpec(rank=16), 0)
     with torch.no_grad():
         for _, b in adapters.tensors.values():
             b.normal_(0, 0.01, generator=torch.Generator().manual_seed(1))
-    prompts = prompts_of(text, model_folder(name), decoder.config.vocab_size)
+    prompts = prompts_of(text, find_model_folder(name), decoder.config.vocab_size)
     samples, rows = sampled(decoder, adapters, kernels, prompts, decoder.config.vocab_size)
     weights = [sample.loss_mask.astype(np.float64) for sample in samples]
     batch, moe = pack(samples, weights, tokens_per_microbatch=2048, version=1), decoder.config.moe is not None

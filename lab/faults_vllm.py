@@ -25,7 +25,7 @@ from ostinato.engine.vllm_server import KEY, Serve, VllmChild
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.hf import save_model
-from ostinato.model.named import model_folder
+from ostinato.model.named import find_model_folder
 
 TOKENIZER = "asset:seed-moe"
 SMALL: dict[str, Any] = {  # untrained, and nothing is to be learned: it has only to be served
@@ -56,7 +56,7 @@ crash: Strike = kill_process("VLLM::EngineCore", "api_server", workers=0)
 def small_model(folder: Path) -> Path:
     """A dense model of random weights, in ``folder``; vLLM needs a GPU for mixtures of experts."""
     decoder = Decoder(parse_config(SMALL), dtype=torch.float32).init_weights(0)
-    save_model(decoder, folder, model_folder(TOKENIZER))
+    save_model(decoder, folder, find_model_folder(TOKENIZER))
     return folder
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from ostinato.reward.answers import whole_number
+from ostinato.reward.answers import read_whole_number
 from ostinato.reward.workers import WorkerGrader
 from ostinato.types import Completion, Group, Prompt, Reward, Stop, Trajectory, Turn
 
@@ -46,7 +46,7 @@ def gsm8k(row: Row, number: int) -> OwnAnswer:
 def math500(row: Row, number: int) -> OwnAnswer:
     gold = row["answer"].rpartition("The answer is:")[2].strip()
     numbers = re.findall(r"\d+(?:\.\d+)?", gold)
-    is_answer = not numbers or whole_number(UNITS.sub("", gold))
+    is_answer = not numbers or read_whole_number(UNITS.sub("", gold))
     return OwnAnswer(
         prompt=_prompt(number, row["question"], answer=gold),
         text=row["answer"].rpartition("The answer is:")[0],

@@ -37,7 +37,7 @@ from ostinato.env.dialogue import Dialogue
 from ostinato.env.tasks import Rows, load_tasks
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters
-from ostinato.model.named import model_folder
+from ostinato.model.named import find_model_folder
 from ostinato.model.quantise import Weights, quantise
 from ostinato.observe.mismatch import TAUS
 from ostinato.render import Renderer
@@ -133,7 +133,7 @@ class Setup:
 
     @classmethod
     def of(cls, bench: Replay, say: Say) -> Setup:
-        recipe, folder = bench.loaded, str(model_folder(bench.loaded.model.path))
+        recipe, folder = bench.loaded, str(find_model_folder(bench.loaded.model.path))
         dtypes = {"float32", recipe.model.dtype, *(dtype for _, dtype in bench.pairs)}
         models = {
             dtype: Model.load(folder, dtype=dtype, fp32_head=recipe.model.fp32_head, say=say)
@@ -144,7 +144,7 @@ class Setup:
         task = recipe.task
         return cls(
             bench=bench,
-            renderer=Renderer(model_folder(recipe.model.path)),
+            renderer=Renderer(find_model_folder(recipe.model.path)),
             prompts=load_tasks(
                 task.source, "train", task.seed, task.n_train, task.params, task.system_prompt
             ),

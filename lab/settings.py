@@ -93,9 +93,9 @@ def with_dtype(recipe: Recipe) -> Recipe:
     section = recipe.model
     if section.dtype != "auto":
         return recipe
-    from ostinato.model.named import model_folder
+    from ostinato.model.named import find_model_folder
 
-    dtype = faster_dtype(model_folder(section.path), section.fp32_head, recipe.engine.native)
+    dtype = faster_dtype(find_model_folder(section.path), section.fp32_head, recipe.engine.native)
     return recipe.model_copy(update={"model": section.model_copy(update={"dtype": dtype})})
 
 
@@ -126,17 +126,17 @@ def commit() -> str | None:
 
 def folder_of(model: str) -> Path:
     """Of a model by name."""
-    from ostinato.model.named import model_folder
+    from ostinato.model.named import find_model_folder
 
-    return Path(model_folder(model))
+    return Path(find_model_folder(model))
 
 
 def native_kernels() -> Kernels | None:
     """None, and a line on standard error, where they cannot be compiled."""
-    from ostinato.model.native import BuildError, load
+    from ostinato.model.native import BuildError, load_kernels
 
     try:
-        return load()
+        return load_kernels()
     except BuildError as error:
         print(f"without native kernels: {error}", file=sys.stderr)
         return None

@@ -142,7 +142,7 @@ def _measure(bench: VllmDrafts, contenders: Mapping[str, Contender], say: Say) -
 def prompts(bench: VllmDrafts) -> Iterator[list[int]]:
     """Token ids of as many chats as ``plan`` needs, no two alike."""
     renderer = Renderer(bench.folder)
-    for prompt in arithmetic.rows("train", 0, 2 * bench.rows * (bench.rounds + 1)):
+    for prompt in arithmetic.draw_prompts("train", 0, 2 * bench.rows * (bench.rounds + 1)):
         yield renderer.prompt(prompt).tolist()
 
 

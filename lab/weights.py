@@ -21,8 +21,8 @@ from lab.harness import Result, Say, columns, option
 from lab.settings import Clock, our_threads
 from ostinato.model.decoder import Decoder
 from ostinato.model.hf import load_model
-from ostinato.model.native import load
-from ostinato.model.quantise import Weights, own_bytes, quantise
+from ostinato.model.native import load_kernels
+from ostinato.model.quantise import Weights, count_own_bytes, quantise
 
 _PASSES = 5  # of each contender in a turn; their median counts
 
@@ -38,7 +38,7 @@ class WeightsBeside(Decode):
 
     def measure(self, say: Say) -> dict[str, Any]:
         torch.set_num_threads(our_threads())
-        kernels = load()
+        kernels = load_kernels()
         decoders = self._decoders()
         rows, context = [], self.prompt + self.new_tokens
         for batch in self.batches:
@@ -56,7 +56,7 @@ class WeightsBeside(Decode):
             "model": self.model,
             "dtype": self.dtype,
             "clock": self.clock,
-            "bytes": {kind: own_bytes(own) for kind, own in decoders.items()},
+            "bytes": {kind: count_own_bytes(own) for kind, own in decoders.items()},
             "batches": rows,
         }
 

@@ -245,7 +245,7 @@ class Publication:
 
     version: int
     fingerprint: str
-    payload: Any = None  # ``model.wire.pack`` of the adapters; None: the base, without adapters
+    payload: Any = None  # ``model.wire.pack_adapters`` of the adapters; None: the base, without adapters
     size: int = 0  # bytes of the payload
     path: str = ""  # a file that holds a large payload instead, for samplers of the same host
     answers: tuple[

@@ -25,7 +25,7 @@ from ostinato.algo.algorithms import Algorithm, algorithm
 from ostinato.algo.pack import aggregation_weights, pack
 from ostinato.config import TrainerSection
 from ostinato.engine.local import LocalEngine
-from ostinato.env.arithmetic import rows
+from ostinato.env.arithmetic import draw_prompts
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.hf import load_model
@@ -56,7 +56,7 @@ class Task:
 def arithmetic(folder: Path) -> Task:
     """School arithmetic for a language model: the last number of the answer must be right."""
     renderer = Renderer(folder)
-    prompts = rows("train", seed=0, n=2048)
+    prompts = draw_prompts("train", seed=0, n=2048)
 
     def reward(prompt: Prompt, completion: Completion) -> float:
         numbers = re.findall(r"-?\d+", completion.text)

@@ -30,7 +30,7 @@ from torch import Tensor
 from ostinato.algo.pack import Aggregation, aggregation_weights, pack
 from ostinato.config import TrainerSection
 from ostinato.engine.local import LocalEngine
-from ostinato.env.arithmetic import Family, rows
+from ostinato.env.arithmetic import Family, draw_prompts
 from ostinato.model.config import read_config
 from ostinato.model.decoder import Decoder, Moe
 from ostinato.model.hf import load_model, save_model
@@ -257,7 +257,7 @@ def build_tokenizer(seed: int) -> Tokenizer:
     """Byte-level BPE: any text can be written, digits stand alone, words of the problems are merged."""
     rng = random.Random(seed)
     texts = ["user\n", "assistant\n", "system\n"] * 100
-    for prompt in rows("train", seed, 2000):
+    for prompt in draw_prompts("train", seed, 2000):
         texts += [message["content"] for message in prompt.messages or ()]
         texts.append(write_answer(prompt, CROWD["careful"], rng))
     tokenizer = Tokenizer(models.BPE())
@@ -287,7 +287,7 @@ def microbatches(
 ) -> Iterator[Microbatch]:
     """One packed microbatch per step, of fresh training problems answered by one annotator each."""
     for _ in range(steps):
-        problems = rows("train", rng.getrandbits(63), batch_size)
+        problems = draw_prompts("train", rng.getrandbits(63), batch_size)
         samples = [_sample(renderer, prompt, annotators, rng) for prompt in problems]
         weights = aggregation_weights(samples, Aggregation.TOKEN)
         yield pack(samples, weights, tokens_per_microbatch=1 << 20).microbatches[0]
@@ -375,7 +375,7 @@ def train(
     balance_coef: float = 0.02,
 ) -> None:
     """AdamW on all parameters, one microbatch per step; logs means over the last LOG_EVERY steps."""
-    parameters = list(decoder.trainable(True).parameters())
+    parameters = list(decoder.set_trainable(True).parameters())
     optimizer = build_optimizer(parameters, settings)
     started, tokens, recent = time.perf_counter(), 0, []
     for step, micro in enumerate(data, start=1):
@@ -394,7 +394,7 @@ def train(
             means = {"loss": loss, "balance": mean_balance, "grad_norm": mean_norm}
             log({"step": step, **means, "tokens": tokens, "seconds": round(time.perf_counter() - started, 1)})
             recent.clear()
-    decoder.trainable(False)
+    decoder.set_trainable(False)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -408,7 +408,7 @@ def evaluate(folder: Path, seed: int, num_prompts: int = 256, samples: int = 16)
     ``working`` is the share of answers that show any, ``right_with_working`` how many of those are right.
     """
     renderer, decoder = Renderer(folder), load_model(folder, dtype=torch.bfloat16)
-    prompts = rows("eval", seed, num_prompts)
+    prompts = draw_prompts("eval", seed, num_prompts)
     engine = LocalEngine(decoder, decode=renderer.decode, kv_memory_mb=256)
     sampling = Sampling(max_tokens=64, stop_tokens=(int(renderer.encode(END)[0]),))
     requests = [

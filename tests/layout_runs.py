@@ -135,7 +135,7 @@ def new_trainer(layout: str, case: Case, mirror: Decoder | None = None) -> Polic
     own = None
     if adapters is None:
         for part in parts:
-            part.trainable(True)
+            part.set_trainable(True)
     else:
         own = own_adapters(decoder.config, shares, adapters.spec, adapters.state_dict())
     return sharded_trainer(
@@ -152,7 +152,7 @@ def whole_model(case: Case) -> tuple[Decoder, Adapters | None]:
             if name.endswith("correction_bias"):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
     if case.way == "full":
-        return decoder.trainable(True), None
+        return decoder.set_trainable(True), None
     spec = AdapterSpec(
         rank=4, alpha=8, targets=EVERYTHING, expert_scheme=ExpertScheme(case.way), expert_rank=3
     )

@@ -29,7 +29,7 @@ from ostinato.algo.pack import Aggregation, aggregation_weights, pack
 from ostinato.model.config import MoEConfig, parse_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import init_adapters
-from ostinato.model.native import BuildError, load
+from ostinato.model.native import BuildError, load_kernels
 from ostinato.model.ops import TORCH_OPS, Ops
 from ostinato.model.shapes import AdapterSpec
 from ostinato.parallel.collectives import Mesh
@@ -62,7 +62,7 @@ def prepare(case: str, dtype: torch.dtype, ops: Ops, siblings: int = 2000) -> tu
     decoder = Decoder(parse_config(MOE if case == "moe" else DENSE), dtype=dtype).init_weights(seed=0)
     adapters = None
     if case == "full":
-        decoder.trainable(True)
+        decoder.set_trainable(True)
     else:
         targets = ("attn", "experts") if case == "moe" else ("attn", "mlp")
         adapters = init_adapters(decoder.config, AdapterSpec(rank=4, alpha=8, targets=targets), seed=1)
@@ -91,7 +91,7 @@ def digest(trainer: PolicyTrainer, batch: Batch) -> str:
 def kernel_sets() -> dict[str, Ops]:
     """The native kernels where they can be built."""
     try:
-        return {"torch": TORCH_OPS, "native": load().training}
+        return {"torch": TORCH_OPS, "native": load_kernels().training}
     except BuildError:
         return {"torch": TORCH_OPS}
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ostinato.model.lora import Adapters
-from ostinato.model.named import model_folder
+from ostinato.model.named import find_model_folder
 from ostinato.model.shapes import AdapterSpec, ExpertScheme
 
 SIZES: dict[str, Any] = {
@@ -55,7 +55,7 @@ def saved(model_type: str, folder: Path, **own: Any) -> Path:
 def with_tokenizer(folder: Path) -> Path:
     """That of the packaged model beside it."""
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        shutil.copy(model_folder("asset:seed-moe") / name, folder / name)
+        shutil.copy(find_model_folder("asset:seed-moe") / name, folder / name)
     return folder
 
 

@@ -18,7 +18,7 @@ from ostinato.engine.local import LocalEngine
 from ostinato.model.config import MoEConfig, Scoring, parse_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters, init_adapters
-from ostinato.model.native import BuildError, Kernels, load
+from ostinato.model.native import BuildError, Kernels, load_kernels
 from ostinato.model.shapes import AdapterSpec
 from ostinato.model.weights import Moe
 from ostinato.types import Completion, Request, Sample
@@ -72,7 +72,7 @@ def decode(tokens: Sequence[int]) -> str:
 def native() -> Kernels | None:
     """None where there is no compiler."""
     try:
-        return load()
+        return load_kernels()
     except BuildError:
         return None
 

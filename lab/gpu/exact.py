@@ -13,7 +13,7 @@ from lab.gpu.world import DENSE, EXPERTS, Line, Lines, Raw, World
 from ostinato.engine.local import LocalEngine
 from ostinato.engine.paged import BLOCK, KVStore
 from ostinato.engine.runner import Runner
-from ostinato.model.native import Kernels, load
+from ostinato.model.native import Kernels, load_kernels
 from ostinato.model.ops import Ops
 
 if TYPE_CHECKING:
@@ -58,11 +58,11 @@ def exact(world: World) -> Lines:
 def _kernels(world: World) -> tuple[CudaKernels | Kernels, Ops]:
     """Of sampler and trainer."""
     if world.captured is None:
-        native = load()
+        native = load_kernels()
         return native, native.exact
-    from ostinato.model.cuda import EXACT_OPS, exact_training
+    from ostinato.model.cuda import EXACT_OPS, make_exact_training_ops
 
-    return replace(world.captured, ops=EXACT_OPS, exact=True), exact_training()
+    return replace(world.captured, ops=EXACT_OPS, exact=True), make_exact_training_ops()
 
 
 def _speed(world: World, raw: Raw, name: str, sampler: CudaKernels | Kernels) -> Lines:

@@ -21,7 +21,7 @@ from ostinato.engine.paged import BLOCK, KVStore, Places, count_block_bytes
 from ostinato.engine.runner import Runner
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
-from ostinato.model.hf_names import hf_tensors
+from ostinato.model.hf_names import list_hf_tensors
 from ostinato.model.lora import Adapters, init_adapters
 from ostinato.model.packed import PackedAttention
 from ostinato.model.shapes import AdapterSpec
@@ -267,7 +267,7 @@ def transformers_model(decoder: Decoder, raw: dict[str, Any]) -> Any:
         model: Any = transformers.AutoModelForCausalLM.from_config(
             config, dtype=decoder.dtype, attn_implementation="sdpa"
         )
-    model.load_state_dict(dict(hf_tensors(decoder)), assign=True)
+    model.load_state_dict(dict(list_hf_tensors(decoder)), assign=True)
     model.model.rotary_emb = type(model.model.rotary_emb)(config=config).to(decoder.device)
     model.generation_config.eos_token_id = None
     return model.eval().requires_grad_(False)

@@ -171,9 +171,9 @@ class World:
         """The same in graphs: what a recipe chooses."""
         if self.kernels is None:
             return None
-        from ostinato.model.cuda.graphs import cuda_graphs
+        from ostinato.model.cuda.graphs import make_graph_factory
 
-        return replace(self.kernels, graph=cuda_graphs())
+        return replace(self.kernels, graph=make_graph_factory())
 
     @property
     def sets(self) -> dict[str, CudaKernels | None]:

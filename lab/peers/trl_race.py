@@ -30,9 +30,9 @@ def main() -> None:
     import trl
 
     sys.path += task["paths"]  # behind its own
-    from ostinato.reward.verify import resolve
+    from ostinato.reward.verify import resolve_function
 
-    rate, rows = resolve(task["reward"]), read(task["rows"])
+    rate, rows = resolve_function(task["reward"]), read(task["rows"])
     found = {"start": 0.0, "ends": [], "pauses": [], "groups": [], "rewards": []}
     lengths = {text(row["messages"]): len(row["ids"]) for row in rows}
 

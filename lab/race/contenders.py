@@ -179,9 +179,9 @@ def _line(row: Mapping[str, Any]) -> str:
 
 
 def folder_of(recipe: Recipe) -> Path:
-    from ostinato.model.named import model_folder
+    from ostinato.model.named import find_model_folder
 
-    return model_folder(recipe.model.path)
+    return find_model_folder(recipe.model.path)
 
 
 def flop_model(recipe: Recipe, experts: bool) -> Any:

@@ -85,16 +85,16 @@ def from_peft(folder: Path, shape: ModelConfig) -> Adapters:
     one A between them (``ostinato.model.peft_io``). Raises ValueError where tensors do not fit."""
     from safetensors.torch import load_file
 
-    from ostinato.model.hf_names import hf_module
+    from ostinato.model.hf_names import name_hf_module
     from ostinato.model.lora import init_adapters
     from ostinato.model.peft_io import PEFT_CONFIG, PEFT_TENSORS
-    from ostinato.model.shapes import AdapterSpec, ExpertScheme, linear_shapes
+    from ostinato.model.shapes import AdapterSpec, ExpertScheme, compute_linear_shapes
 
     config, tensors = json.loads((folder / PEFT_CONFIG).read_text()), load_file(folder / PEFT_TENSORS)
     found: dict[str, Tensor] = {}
-    for name, (*experts, out, _) in linear_shapes(shape).items():
+    for name, (*experts, out, _) in compute_linear_shapes(shape).items():
         layer, role = name.split(".")[1], name.rpartition(".")[2]
-        module, rank = hf_module(name, "qwen3_moe"), config["r"]
+        module, rank = name_hf_module(name, "qwen3_moe"), config["r"]
         if experts:
             nested = ".base_layer" if role != "down" else ""
             module = f"model.layers.{layer}.mlp.experts{nested}"

@@ -10,7 +10,7 @@ import random
 import sys
 from pathlib import Path
 
-from ostinato.env.arithmetic import rows
+from ostinato.env.arithmetic import draw_prompts
 
 ROWS, RIGHT, OFF_BY = 1024, 0.4, (-10, -2, -1, 1, 2, 10)
 
@@ -18,7 +18,7 @@ ROWS, RIGHT, OFF_BY = 1024, 0.4, (-10, -2, -1, 1, 2, 10)
 def main(path: Path) -> None:
     rng = random.Random(0)
     with path.open("w", encoding="utf-8") as file:
-        for prompt in rows("train", 1, ROWS, families=["sum"], digits=2):
+        for prompt in draw_prompts("train", 1, ROWS, families=["sum"], digits=2):
             answer = int(prompt.columns["answer"])
             if rng.random() >= RIGHT:
                 answer += rng.choice(OFF_BY)

@@ -22,7 +22,7 @@ from lab import kills
 from lab.faults_child import Heartbeat, Stopped, alive, child, descendants
 from lab.faults_planted import graded, planned
 from lab.faults_vllm import Wire
-from ostinato.model.native import BuildError, load
+from ostinato.model.native import BuildError, load_kernels
 from ostinato.run import RunFolder
 
 HEAD = next(fault for fault in bench.FAULTS if fault.name == "head")
@@ -151,7 +151,7 @@ def test_a_run_beside_a_bench_that_was_stopped_is_not_believed(tmp_path: Path) -
 def test_killed_while_it_steps_and_while_it_loads_it_is_as_if_nothing_had_happened() -> None:
     """Kills after later steps ended with other bytes."""
     try:
-        load()
+        load_kernels()
     except BuildError as error:
         pytest.skip(f"bitwise only with the native kernels: {error}")
     plan = kills.Kills(kills=2, late=1, after=1, steps=5, checkpoint_every=2)

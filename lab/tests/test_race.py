@@ -28,8 +28,8 @@ from lab.race.search import Axis, Search
 from ostinato.algo.pack import pack
 from ostinato.model.config import read_config
 from ostinato.model.flops import FlopModel, Part, Rates, Work
-from ostinato.model.named import model_folder
-from ostinato.model.shapes import linear_shapes
+from ostinato.model.named import find_model_folder
+from ostinato.model.shapes import compute_linear_shapes
 from ostinato.pipeline.account import compute_batch_work, compute_rollout_work
 
 scores = st.lists(st.floats(0, 1), min_size=1, max_size=12)
@@ -196,8 +196,8 @@ def test_the_meter_sees_what_a_grandchild_has_used() -> None:
 
 def test_trls_adapter_is_read_as_peft_applies_it(tmp_path: Path) -> None:
     """peft's ParamWrapper: A [E r, in] by experts, B [out, r E] by ranks; gate_up_proj is gate over up."""
-    shape, rank = read_config(model_folder("asset:seed-moe")), 2
-    linears = linear_shapes(shape)
+    shape, rank = read_config(find_model_folder("asset:seed-moe")), 2
+    linears = compute_linear_shapes(shape)
     (experts, width, hidden), rng = linears["layers.1.experts.gate"], torch.manual_seed(0)
     prefix, tensors = "base_model.model.model.layers.1", {}
     for module, into, out in (
@@ -219,7 +219,7 @@ def test_trls_adapter_is_read_as_peft_applies_it(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(json.dumps({"r": rank, "lora_alpha": 4}))
     adapters = from_peft(tmp_path, shape)
     assert set(adapters.spec.targets) == {"attn.q", "experts.gate", "experts.up", "experts.down"}
-    assert adapters.spec.scale_of("layers.1.experts.gate") == 2.0
+    assert adapters.spec.get_scale("layers.1.experts.gate") == 2.0
 
     def update(module: str, expert: int) -> torch.Tensor:
         a, b = (tensors[f"{prefix}.{module}.lora_{part}.weight"] for part in "AB")

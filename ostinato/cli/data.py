@@ -19,10 +19,10 @@ from ostinato.launch.inputs import (
     read_prompts,
 )
 from ostinato.launch.models import load_recipe, read_facts
-from ostinato.model.named import model_folder
+from ostinato.model.named import find_model_folder
 from ostinato.protocols import Env
 from ostinato.render import Renderer
-from ostinato.reward.own_answers import FULL, SHOWN, OwnVerdict, spread
+from ostinato.reward.own_answers import FULL, SHOWN, OwnVerdict, spread_prompts
 from ostinato.reward.workers import JUDGE
 from ostinato.rollout.rollout import close_env, start_env
 from ostinato.terminal import announce_work, say
@@ -44,7 +44,7 @@ def data(target: str, overrides: Sequence[str], *, model: str, row: int) -> None
         recipe = Recipe.load({}, *settings, *overrides)
     else:
         recipe = load_recipe(target, *([f"model.path={model}"] if model else []), *overrides)[0]
-    folder = model_folder(recipe.model.path)
+    folder = find_model_folder(recipe.model.path)
     renderer, context = (
         Renderer(folder, template_kwargs=recipe.model.chat_template_kwargs),
         read_facts(recipe.model, folder).max_positions,
@@ -141,7 +141,7 @@ def _prompt(row: Prompt, episode: Callable[[Prompt], Env], renderer: Renderer) -
         yield f"answer       {str(answer)[:SHOWN]!r}"
 
 
-def own_verdicts(
+def iterate_own_verdicts(
     recipe: Recipe, rows: Sequence[Prompt], function: str
 ) -> Iterator[tuple[str, list[OwnVerdict]]]:
     """Yield (reward name, its verdicts on the own answers of a sample of ``rows``), all of one task."""
@@ -149,7 +149,9 @@ def own_verdicts(
     task = recipe.task.model_copy(update={"mix": ()})
     grader = new_grader(recipe.model_copy(update={"reward": reward, "task": task}))
     try:
-        for _, name, verdicts in grader.own_verdicts(spread(rows), lambda text: list(text.encode())):
+        for _, name, verdicts in grader.iterate_own_verdicts(
+            spread_prompts(rows), lambda text: list(text.encode())
+        ):
             yield name, verdicts
     finally:
         grader.close()
@@ -159,7 +161,7 @@ def _explain_verdicts(recipe: Recipe, rows: Sequence[Prompt], function: str, tri
     """Lines on the verdicts of a reward on the rows' own answers, with examples below full reward. ``tried``:
     it is one of several that nobody has named, and is left out where it has none."""
     try:
-        verdicts_by_name = list(own_verdicts(recipe, rows, function))
+        verdicts_by_name = list(iterate_own_verdicts(recipe, rows, function))
     except ValueError as error:
         yield f"reward       {function}: {error}"
         return

@@ -77,7 +77,7 @@ def machine() -> Iterator[Finding]:
     yield Finding(name="cores", value=cores)
     size = measure_memory_gib()
     yield Finding(name="memory", value="unknown" if size is None else f"{size:.1f} GiB")
-    yield Finding(name="reward isolation", value=isolation.summary())
+    yield Finding(name="reward isolation", value=isolation.describe_isolation())
     yield Finding(
         name="C++ compiler",
         value=compiler.find_compiler() or "none: the torch kernels are used, slower; install g++",
@@ -101,9 +101,9 @@ def torch_findings() -> Iterator[Finding]:
 def backend_of(model: str) -> Finding:
     """The backend of ``model`` for model.backend = "auto", and the reason."""
     from ostinato.launch.machine import choose_backend
-    from ostinato.model.named import local_folder
+    from ostinato.model.named import find_local_folder
 
-    if (folder := local_folder(model)) is None:
+    if (folder := find_local_folder(model)) is None:
         return Finding(name="model.backend", value=f"{model} is not on this machine yet")
     try:
         name, reason = choose_backend(folder)
@@ -115,12 +115,12 @@ def backend_of(model: str) -> Finding:
 def native() -> Finding:
     """Whether the native kernels load, which compiles them on first use."""
 
-    from ostinato.model.native import load
+    from ostinato.model.native import load_kernels
     from ostinato.model.native.build import BuildError
 
     start = time.perf_counter()
     try:
-        load()
+        load_kernels()
     except BuildError as error:
         return Finding(name="native kernels", value=f"not used: {error}")
     return Finding(name="native kernels", value=f"ready ({time.perf_counter() - start:.1f} s)")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ostinato.access import Access, is_loopback
-from ostinato.model.named import model_folder
+from ostinato.model.named import find_model_folder
 from ostinato.observe.concerns import concerns, list_checks
 from ostinato.observe.figures import commands, subtract_runs, tabulate, verdict
 from ostinato.observe.gap import compare_arms, describe_gap, summarise_gap
@@ -89,7 +89,7 @@ def local_renderer(run: RunFolder) -> Renderer | None:
 
     try:
         path = Recipe.load(run.recipe).model.path
-        return Renderer(_cached(path) or model_folder(path))
+        return Renderer(_cached(path) or find_model_folder(path))
     except ValueError:  # a recipe of another version, a model that has moved: the report does without
         return None
 

@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ostinato.engine.cache import BLOCK
 from ostinato.model.attention import Attend, ProjectedAttend
 from ostinato.model.native import Kernels
-from ostinato.model.packed import kernel_for, merge
+from ostinato.model.packed import choose_kernel, merge_part
 
 if TYPE_CHECKING:
     from ostinato.model.cuda.paged import Tiles
@@ -274,7 +274,7 @@ class TritonPaged(ProjectedAttend):
         from ostinato.model.cuda import paged
 
         keys, values = self.store.key_layers[layer], self.store.value_layers[layer]
-        q = paged.project(qkv, norms, eps, *turns, self.rows.slots, keys, values)
+        q = paged.store_projection(qkv, norms, eps, *turns, self.rows.slots, keys, values)
         return self._run_attention(layer, q, scale)
 
     def _run_attention(self, layer: int, q: Tensor, scale: float) -> Tensor:
@@ -344,7 +344,7 @@ class GpuPaged:
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, cached: int, table: Tensor
     ) -> Tensor:
         """Return the attention [n, H, Dv] of rows [n, H, Dk] of a sequence after ``cached`` positions."""
-        kernel = kernel_for(q, v)
+        kernel = choose_kernel(q, v)
         queries, own_k, own_v = (kernel.prepare(x.transpose(0, 1).unsqueeze(0)) for x in (q, k, v))
         out, lse, _ = kernel.forward(queries, own_k, own_v, scale, True)
         if cached:
@@ -354,5 +354,5 @@ class GpuPaged:
                 queries, kernel.prepare(keys), kernel.prepare(values), scale, False
             )
             out, lse = out.float(), lse.clone()
-            merge(out, lse, cached_out, cached_lse)
+            merge_part(out, lse, cached_out, cached_lse)
         return out.squeeze(0).transpose(0, 1).to(q.dtype)

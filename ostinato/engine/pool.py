@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, TypeVar
 
-from ostinato.model.wire import fingerprint, pack
+from ostinato.model.wire import fingerprint_adapters, pack_adapters
 from ostinato.observe.timeline import Kind, Span
 from ostinato.protocols import Job, Placement, Sampler
 from ostinato.protocols import Worker as JobWorker
@@ -293,9 +293,9 @@ class Worker:
 
 def publish_adapters(adapters: Any, version: int) -> Publication:
     """Pack the values of ``adapters`` (``model.lora.Adapters`` or None). Raises NotFinite naming a tensor."""
-    packed = pack(adapters)
+    packed = pack_adapters(adapters)
     size = 0 if packed is None else packed.num_bytes
-    return Publication(version=version, fingerprint=fingerprint(adapters), payload=packed, size=size)
+    return Publication(version=version, fingerprint=fingerprint_adapters(adapters), payload=packed, size=size)
 
 
 def predict_unknown(request: Request) -> float:

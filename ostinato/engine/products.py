@@ -28,12 +28,11 @@ from ostinato import isa
 from ostinato.engine import threads
 from ostinato.files import atomic_write, cache_folder, read_cached
 from ostinato.model.config import ModelConfig, read_config
-from ostinato.model.named import model_folder
-from ostinato.model.native import BuildError
-from ostinato.model.native import load as load_kernels
-from ostinato.model.native.build import library
+from ostinato.model.named import find_model_folder
+from ostinato.model.native import BuildError, load_kernels
+from ostinato.model.native.build import build_kernels
 from ostinato.model.ops import TORCH_OPS, Ops
-from ostinato.model.shapes import STACKED, layer_shapes
+from ostinato.model.shapes import STACKED, compute_layer_shapes
 
 DTYPES = ("float32", "bfloat16")
 SAMPLED_ROWS, TRAINED_ROWS = 16, 256  # of a product: of a decoding batch, of a microbatch
@@ -158,7 +157,7 @@ def _load_ops(native: bool) -> tuple[Ops, Ops, str]:
     if native:
         try:
             kernels = load_kernels()
-            return kernels.ops, kernels.training, library().stem
+            return kernels.ops, kernels.training, build_kernels().stem
         except BuildError:
             pass
     return TORCH_OPS, TORCH_OPS, "torch"
@@ -198,7 +197,7 @@ def list_products(config: ModelConfig) -> list[Product]:
     matrices: Counter[tuple[int, int]] = Counter()
     mixtures: Counter[tuple[int, ...]] = Counter()
     for layer in range(config.num_layers):
-        shapes = layer_shapes(config, layer)
+        shapes = compute_layer_shapes(config, layer)
         latent = "attn.kv_a" in shapes  # without it q is a part of qkv
         for stored, members in STACKED.items():
             if stored not in ("router", "qkv" if latent else "q") and members[0] in shapes:
@@ -314,7 +313,7 @@ def measure_by_threads(work: threads.Products, counts: Sequence[int]) -> list[fl
     the dtype of the run or the faster one. The last number of threads stays set. Raises ValueError for a
     model that cannot be read."""
     inference, training, _ = _load_ops(work.native)
-    model_products = list_products(read_config(model_folder(work.model)))
+    model_products = list_products(read_config(find_model_folder(work.model)))
     times = []
     for count in counts:
         torch.set_num_threads(count)

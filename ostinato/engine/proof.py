@@ -20,7 +20,7 @@ from ostinato.engine.pass_graphs import can_mix
 from ostinato.engine.runner import Runner
 from ostinato.engine.sampler import sample, sample_torch
 from ostinato.engine.sequences import Settings
-from ostinato.model.attention import sdpa
+from ostinato.model.attention import compute_attention
 from ostinato.model.cuda import CudaKernels, mix_ops, paged
 from ostinato.model.cuda.proof import draw_values, find_fault
 from ostinato.model.decoder import Decoder
@@ -181,7 +181,7 @@ def _make_attention_cases(decoder: Decoder) -> Iterator[Case]:
         out = []
         for row, (owner, seen) in enumerate(zip(places.owners.tolist(), places.seen.tolist(), strict=True)):
             k, v = (x[rows.tables[owner].long()].flatten(0, 1)[:seen] for x in (keys, values))
-            out.append(sdpa(q[row : row + 1], k, v, scale))
+            out.append(compute_attention(q[row : row + 1], k, v, scale))
         return torch.cat(out)
 
     yield "paged_attention", lambda: run_kernel(False), run_twin
@@ -190,11 +190,11 @@ def _make_attention_cases(decoder: Decoder) -> Iterator[Case]:
     if not isinstance(attn, Attention):
         return
     qkv = draw_values(decoder, len(places.seen), config.num_heads + 2 * kv_heads, key_dim)
-    cos, sin = decoder.rotations(rows.lengths)
+    cos, sin = decoder.compute_rotations(rows.lengths)
     weights = (draw_values(decoder, key_dim), draw_values(decoder, key_dim, seed=1))
 
     def run_project() -> Tensor:
-        queries = paged.project(qkv, weights, eps, cos, sin, rows.slots, keys, values)
+        queries = paged.store_projection(qkv, weights, eps, cos, sin, rows.slots, keys, values)
         return torch.cat((queries, *(x.flatten(0, 1)[rows.slots] for x in (keys, values))), dim=1)
 
     def run_project_twin() -> Tensor:

@@ -32,7 +32,7 @@ from ostinato.model.lora import Adapters, Prepared
 from ostinato.model.native import Kernels
 from ostinato.model.native.fused import FusedStep
 from ostinato.model.ops import TORCH_OPS, Ops
-from ostinato.model.wire import check_finite, fingerprint, fingerprint_weights, load_weights
+from ostinato.model.wire import check_finite, fingerprint_adapters, fingerprint_weights, load_weights
 from ostinato.types import Sampling
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ class Runner:
         if base_policy.fingerprint is None:
             is_full = self._has_loaded and base_policy.adapters is None
             base_policy.fingerprint = (
-                fingerprint_weights(self.decoder) if is_full else fingerprint(base_policy.adapters)
+                fingerprint_weights(self.decoder) if is_full else fingerprint_adapters(base_policy.adapters)
             )
         return base_policy.fingerprint
 

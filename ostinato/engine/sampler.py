@@ -156,9 +156,9 @@ def _sample_triton(logits: Tensor, settings: Settings, u: np.ndarray, *, want_su
     is_filtered = settings.find_filtered(logits.shape[1])
     cuts = torch.full((len(u),), -torch.inf, device=device)
     if is_filtered.any():
-        cuts = sampling.cut_off(logits, temperature, *filters)
+        cuts = sampling.compute_cuts(logits, temperature, *filters)
     drawn = (
-        sampling.draw(logits, temperature, cuts, move_to_device(np.ascontiguousarray(u), device))
+        sampling.draw_tokens(logits, temperature, cuts, move_to_device(np.ascontiguousarray(u), device))
         .cpu()
         .numpy()
     )

@@ -65,9 +65,9 @@ class SamplerServer:
     """Implements ``protocols.Sampler`` with ``engine``.
 
     ``name`` is the worker's in the timeline. ``read`` turns a publication's payload into adapters for the
-    engine (``model.wire.unpack``). ``remember`` receives the answers that come with publications; None if
-    the engine does not draft from them. A request that the engine refuses (ValueError) ends alone, as ERROR;
-    any other error of the engine is raised by the next ``collect`` without answers.
+    engine (``model.wire.unpack_adapters``). ``remember`` receives the answers that come with publications;
+    None if the engine does not draft from them. A request that the engine refuses (ValueError) ends alone, as
+    ERROR; any other error of the engine is raised by the next ``collect`` without answers.
     """
 
     def __init__(

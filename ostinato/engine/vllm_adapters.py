@@ -22,10 +22,10 @@ from torch import Tensor
 
 from ostinato.model.config import ModelConfig
 from ostinato.model.hf import write_tensors
-from ostinato.model.hf_names import hf_module
+from ostinato.model.hf_names import name_hf_module
 from ostinato.model.lora import Adapters
 from ostinato.model.peft_foreign import CONFIG, TENSORS
-from ostinato.model.shapes import AdapterSpec, ExpertScheme, adapter_shapes
+from ostinato.model.shapes import AdapterSpec, ExpertScheme, compute_adapter_shapes
 from ostinato.run import atomic_write
 
 STACKED = {"gate": "w1", "up": "w3", "down": "w2"}
@@ -54,7 +54,7 @@ def write_adapters(adapters: Adapters, folder: Path, dtype: torch.dtype) -> None
 def list_expert_kinds(config: ModelConfig, spec: AdapterSpec) -> list[str]:
     """Return the adapted maps of experts, such as "experts.gate". Raises ValueError if only some of gate, up
     and down are adapted, which vLLM takes together."""
-    kinds = dict.fromkeys(name.split(".", 2)[2] for name in adapter_shapes(config, spec))
+    kinds = dict.fromkeys(name.split(".", 2)[2] for name in compute_adapter_shapes(config, spec))
     experts = [kind for kind in kinds if kind.startswith("experts.")]
     if experts and len(experts) < len(STACKED):
         raise ValueError(
@@ -69,11 +69,11 @@ def _iterate_modules(adapters: Adapters) -> Iterator[tuple[str, tuple[Tensor, Te
     share."""
     spec, model_type = adapters.spec, adapters.config.model_type
     for name, (a, b) in adapters.tensors.items():
-        module = hf_module(name, model_type)
+        module = name_hf_module(name, model_type)
         if ".experts." not in name:
             yield module, (a, b)
             continue
-        b = b * (spec.scale_of(name) / (spec.alpha / spec.rank))
+        b = b * (spec.get_scale(name) / (spec.alpha / spec.rank))
         if spec.expert_scheme == ExpertScheme.PER_EXPERT:
             for expert, pair in enumerate(zip(a.unbind(), b.unbind(), strict=True)):
                 yield module.format(expert), pair

@@ -17,7 +17,7 @@ from ostinato.engine.vllm_adapters import write_adapters
 from ostinato.engine.vllm_server import Reply, Server, Unreachable, call, make_vllm_lost
 from ostinato.model.lora import Adapters
 from ostinato.model.peft_foreign import CONFIG, TENSORS
-from ostinato.model.wire import check_finite, fingerprint
+from ostinato.model.wire import check_finite, fingerprint_adapters
 
 LORA = "ostinato"  # the name of the adapter on the server
 
@@ -46,7 +46,7 @@ def write_policy(adapters: Adapters | None, version: int, parent: Path, dtype: t
     if adapters is None:
         return Policy(version=version)
     check_finite(adapters)
-    adapters_fingerprint = fingerprint(adapters)
+    adapters_fingerprint = fingerprint_adapters(adapters)
     folder = parent / f"policy-{version}-{adapters_fingerprint}"
     folder.mkdir(parents=True, exist_ok=True)
     write_adapters(adapters, folder, dtype)

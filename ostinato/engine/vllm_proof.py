@@ -55,7 +55,7 @@ def draw_canary(decoder: Decoder, spec: AdapterSpec) -> Adapters:
         for name, (a, b) in adapters.tensors.items():
             weight = linears[name].weight
             repeats = weight.shape[0] if weight.dim() > a.dim() else 1  # experts that share a single A
-            size = spec.scale_of(name) * float(a.norm()) * math.sqrt(b.shape[-2] * repeats)
+            size = spec.get_scale(name) * float(a.norm()) * math.sqrt(b.shape[-2] * repeats)
             std = EFFECT * float(torch.linalg.vector_norm(weight, dtype=torch.float32)) / size
             b.copy_(torch.randn(b.shape, generator=generator) * std)
     return adapters

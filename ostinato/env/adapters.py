@@ -32,7 +32,9 @@ SCHEMA_S = 10.0  # for a server to send the schema of its actions and observatio
 Step = tuple[str, float, bool, bool, dict[str, Any]]
 
 
-def _import(name: str, install: str) -> Any:
+def _import_package(name: str, install: str) -> Any:
+    """Import a module of an environment, without its prints. Raises ValueError, with the package to install,
+    if it is missing."""
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # some packages print a greeting
             return importlib.import_module(name)
@@ -41,11 +43,13 @@ def _import(name: str, install: str) -> Any:
 
 
 def _format_action(template: str, text: str) -> str:
+    """Format an answer as an action, by its text or its last number."""
     numbers = _NUMBER.findall(text)
     return template.format(text=text, number=numbers[-1] if numbers else "")
 
 
 def _select_matches(pattern: re.Pattern[str], text: str) -> str:
+    """Return the matches of ``pattern``, one per line; the whole text if there are none."""
     matches = [match.group() for match in pattern.finditer(text)] if pattern.pattern else []
     return "\n".join(matches) or text
 
@@ -59,17 +63,17 @@ class OpenEnv:
     """
 
     def __init__(self, url: str, action: str = "", observation: str = "", **fields: Any) -> None:
-        client = _import("openenv.core", "openenv-core").GenericEnvClient
+        client = _import_package("openenv.core", "openenv-core").GenericEnvClient
         self._field = action or _find_text_field(url, "action")
-        self._shown = observation or f"{{{_find_text_field(url, 'observation')}}}"
+        self._template = observation or f"{{{_find_text_field(url, 'observation')}}}"
         self._fields, self._client = fields, client(base_url=url).sync()
 
     def reset(self, *, seed: int, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-        return self._shown.format(**self._client.reset(seed=seed).observation), {}
+        return self._template.format(**self._client.reset(seed=seed).observation), {}
 
     def step(self, action: str) -> Step:
         result = self._client.step({**self._fields, self._field: action})
-        return self._shown.format(**result.observation), float(result.reward or 0), result.done, False, {}
+        return self._template.format(**result.observation), float(result.reward or 0), result.done, False, {}
 
     def close(self) -> None:
         self._client.close()
@@ -77,8 +81,9 @@ class OpenEnv:
 
 @functools.cache
 def _find_text_field(url: str, name: str) -> str:
-    """Return the field of a server's actions or observations (``name``) that is a text. Raises ValueError
-    unless exactly one field is."""
+    """Ask the server at ``url`` for the one field of its actions or observations (``name``) that is a text.
+    Raises ValueError unless exactly one field is, and OSError where the server cannot be reached. Results are
+    cached."""
     with urllib.request.urlopen(f"{url.rstrip('/')}/schema", timeout=SCHEMA_S) as reply:
         properties = json.load(reply)[name]["properties"]
     texts = [field for field, kind in properties.items() if kind.get("type") == "string"]
@@ -91,17 +96,17 @@ class Gem:
     """The gem-llm game ``id``; ``params`` are passed to ``gem.make``."""
 
     def __init__(self, id: str, action: str = "{text}", shown: str = "", **params: Any) -> None:
-        self._env, self._template = _import("gem", "gem-llm").make(id, **params), action
-        self._shown = re.compile(shown)
+        self._env, self._template = _import_package("gem", "gem-llm").make(id, **params), action
+        self._pattern = re.compile(shown)
 
     def reset(self, *, seed: int, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         random.seed(seed)  # its games use the global generator
         text, info = self._env.reset(seed=seed)
-        return _select_matches(self._shown, f"{text}{info.get('suffix', '')}"), {}
+        return _select_matches(self._pattern, f"{text}{info.get('suffix', '')}"), {}
 
     def step(self, action: str) -> Step:
         text, reward, terminated, truncated, info = self._env.step(_format_action(self._template, action))
-        reply = _select_matches(self._shown, f"{text}{info.get('suffix', '')}")
+        reply = _select_matches(self._pattern, f"{text}{info.get('suffix', '')}")
         return reply, float(reward), bool(terminated), bool(truncated), {}
 
 
@@ -109,13 +114,16 @@ class TextArena:
     """The single-player textarena game ``id``; ``params`` are passed to ``textarena.make``."""
 
     def __init__(self, id: str, action: str = "{text}", shown: str = "", **params: Any) -> None:
-        self._env, self._template = _import("textarena", "textarena").make(env_id=id, **params), action
-        self._shown = re.compile(shown)
+        self._env, self._template = (
+            _import_package("textarena", "textarena").make(env_id=id, **params),
+            action,
+        )
+        self._pattern = re.compile(shown)
 
     def reset(self, *, seed: int, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         random.seed(seed)  # its games use the global generator
         self._env.reset(num_players=1, seed=seed)
-        self._seen = ""
+        self._earlier_observation = ""
         return self._read_new_observation(), {}
 
     def step(self, action: str) -> Step:
@@ -126,13 +134,14 @@ class TextArena:
         return "", float(rewards.get(0, 0.0)), True, False, {}
 
     def _read_new_observation(self) -> str:
-        """Return the new part of the observation: some games repeat all of the earlier text."""
+        """Return the new part of the observation, and remember the observation: some games repeat all of the
+        earlier text."""
         _, observation = self._env.get_observation()
         if not isinstance(observation, str):
             observation = "\n".join(str(part[1]) for part in observation)  # (from whom, message, kind)
-        earlier_text, self._seen = self._seen, observation
+        previous_text, self._earlier_observation = self._earlier_observation, observation
         return _select_matches(
-            self._shown, observation.removeprefix(earlier_text).strip() if earlier_text else observation
+            self._pattern, observation.removeprefix(previous_text).strip() if previous_text else observation
         )
 
 
@@ -142,8 +151,8 @@ class TextWorld:
     Each game is compiled once per process, which takes about a second."""
 
     def __init__(self, rooms: int = 1, objects: int = 2, quest: int = 1, shown: str = "") -> None:
-        self._textworld = _import("textworld", "textworld")
-        self._size, self._shown = (rooms, objects, quest), re.compile(shown)
+        self._textworld = _import_package("textworld", "textworld")
+        self._size, self._pattern = (rooms, objects, quest), re.compile(shown)
         self._env, self._score = None, 0.0
         self._commands: list[str] = []
 
@@ -165,10 +174,11 @@ class TextWorld:
         return self._describe_state(state), gain / max(state.max_score or 1, 1), bool(terminated), False, {}
 
     def _describe_state(self, state: Any) -> str:
+        """Describe a state with a numbered list of its commands, and remember these for the next answer."""
         self._commands = sorted(state.admissible_commands or ())
         menu = "\n".join(f"{number} {command}" for number, command in enumerate(self._commands, 1))
         text = re.sub(r"\n\s*\n[\s>]*(-=.*)?", "\n", state.feedback).strip()  # without the status line
-        return _select_matches(self._shown, f"{text}\n{menu}")
+        return _select_matches(self._pattern, f"{text}\n{menu}")
 
     def close(self) -> None:
         if self._env is not None:
@@ -177,13 +187,13 @@ class TextWorld:
 
 @functools.cache
 def _open_games_folder() -> tempfile.TemporaryDirectory[str]:
-    """Make the folder of compiled games, which is deleted when the process ends."""
+    """Make the folder of compiled games, once. It is deleted when the process ends."""
     return tempfile.TemporaryDirectory(prefix="ostinato-textworld-")
 
 
 @functools.cache
 def _compile_game(textworld: Any, size: tuple[int, int, int], seed: int) -> str:
-    """Compile a game and return the path of its file."""
+    """Compile a game, once per process, and return the path of its file."""
     options = textworld.GameOptions()
     options.nb_rooms, options.nb_objects, options.quest_length = size
     name = "-".join(map(str, (*size, seed)))

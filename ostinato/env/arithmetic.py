@@ -29,26 +29,25 @@ class Family(StrEnum):
     CHAIN = "chain"  # 7 + 8 - 5 + 9, never below zero on the way
 
 
-def rows(
+def draw_prompts(
     split: str, seed: int, n: int, *, families: Sequence[str] = tuple(Family), digits: int = 3, terms: int = 5
 ) -> list[Prompt]:
     """Return ``n`` distinct problems of ``split`` ("train" or "eval"), as chat prompts.
 
-    ``families`` are drawn evenly; ``digits`` is the most digits of an operand of sum, difference,
-    product and remainder (the fewest is 2); ``terms`` the most terms of a chain (the fewest is 3).
-    The same (split, seed, parameters) gives the same stream: a larger ``n`` only continues it.
-    Columns: ``answer`` (a string), ``family``, ``expression``. The uid is the expression, so it is
-    stable across runs. Raises ValueError for a bad parameter, and when the parameters allow fewer
-    than ``n`` distinct problems.
+    ``families`` are drawn evenly. ``digits`` is the maximum of digits of an operand of sum, difference,
+    product and remainder (the minimum is 2), and ``terms`` the maximum of terms of a chain (the minimum is
+    3). The same (split, seed, parameters) gives the same stream: a larger ``n`` only continues it. Columns:
+    ``answer`` (a string), ``family``, ``expression``. The uid is the expression, so it is stable across runs.
+    Raises ValueError for a bad parameter, and when the parameters allow fewer than ``n`` distinct problems.
     """
     _check_params(families, digits, terms)
     rng = random.Random(f"{split}/{seed}")  # a string seed is hashed in full: streams do not overlap
-    drawers = _build_drawers(rng, digits, terms)
+    draw_functions = _make_draw_functions(rng, digits, terms)
     prompts: dict[str, Prompt] = {}
     for _ in range(n):
         family = Family(rng.choice(families))
         for _ in range(MAX_DRAWS_PER_PROMPT):
-            expression, answer = drawers[family]()
+            expression, answer = draw_functions[family]()
             if assign_split(expression) == split and expression not in prompts:
                 break
         else:
@@ -78,10 +77,10 @@ def _make_prompt(expression: str, answer: int, family: Family, phrasing: str) ->
     )
 
 
-def _build_drawers(
+def _make_draw_functions(
     rng: random.Random, digits: int, terms: int
 ) -> Mapping[Family, Callable[[], tuple[str, int]]]:
-    """Return, for each family, a function that draws (expression, answer)."""
+    """Return, for each family, a function that draws (expression, answer) from ``rng``."""
 
     def draw_number() -> int:
         """Draw the number of digits uniformly, then the number, so that short numbers are not rare."""
@@ -124,6 +123,7 @@ def _build_drawers(
 
 
 def _check_params(families: Sequence[str], digits: int, terms: int) -> None:
+    """Raise ValueError for an unknown family and for numbers out of range."""
     if isinstance(families, str) or not families:
         raise ValueError(f"arithmetic: families is {families!r}; use a list of {[str(f) for f in Family]}")
     for family in families:

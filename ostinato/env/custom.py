@@ -54,9 +54,9 @@ class TextEnv(Protocol):
 Factory = Callable[[], TextEnv]
 
 
-def new_factory(spec: str, params: Mapping[str, Any]) -> Factory:
-    """Return a function that makes the environment of an episode. Raises ValueError if there is none or it
-    fails."""
+def make_factory(spec: str, params: Mapping[str, Any]) -> Factory:
+    """Return a function that makes the environment of an episode. One environment is made, and closed, to
+    check it. Raises ValueError if there is none of this name, or if it fails, is late, or lacks a method."""
     make = load_named(spec, "task.env", nearest="ostinato.env.games:GuessNumber")
     with _name_failures(spec, params):
         env = _call_in_time("__init__", lambda: make(**params))
@@ -64,13 +64,14 @@ def new_factory(spec: str, params: Mapping[str, Any]) -> Factory:
         if not callable(getattr(env, name, None)):
             raise ValueError(f"task.env {spec!r} has no method {name}(); see docs/guide/environment.md")
     with _name_failures(spec, params):
-        _call_in_time("close", lambda: _close(env))
+        _call_in_time("close", lambda: _close_env(env))
     return lambda: make(**params)
 
 
 @contextmanager
 def _name_failures(spec: str, params: Mapping[str, Any]) -> Iterator[None]:
-    """Raise ValueError with the environment's name for what a user's environment raises before a run."""
+    """Turn every exception of a user's environment before a run into a ValueError with the environment's
+    name."""
     try:
         yield
     except Exception as error:  # a user's code
@@ -80,28 +81,34 @@ def _name_failures(spec: str, params: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _call_in_time(method: str, call: Callable[[], T], timeout_s: float = CALL_S) -> T:
-    """Return what ``call`` returns. Raises TimeoutError with the name of the method."""
+    """Return what ``call`` returns. Raises TimeoutError with the name of the method, and what ``call``
+    raises."""
     try:
         return within(call, timeout_s)
     except TimeoutError as error:
         raise TimeoutError(str(error) or f"{method}() has not returned in {timeout_s:g} s") from error
 
 
-def seeds(
+def make_seed_prompts(
     make: Factory | None, spec: str, split: str, seed: int, n: int, *, timeout_s: float = CALL_S
 ) -> list[Prompt]:
-    """Make ``n`` prompts of ``split``. Each is the first text of an environment reset with its own seed, or
-    the seed itself if ``make`` is None (an agent has its own environment). The splits have different seeds;
-    whether their games differ too is up to the environment."""
+    """Make ``n`` prompts of ``split``. Each is the first text of an environment, which is made, reset with
+    its own seed and closed; or the seed itself if ``make`` is None (an agent has its own environment). The
+    splits have different seeds; whether their games differ too is up to the environment. Raises ValueError if
+    an environment fails or gives no text."""
     prompts = []
-    for k in range(n):
-        env_seed = int.from_bytes(hashlib.sha256(f"{split}/{seed}/{k}".encode()).digest()[:4], "big") >> 1
+    for number in range(n):
+        env_seed = (
+            int.from_bytes(hashlib.sha256(f"{split}/{seed}/{number}".encode()).digest()[:4], "big") >> 1
+        )
         text = str(env_seed)
         if make is not None:
             with _name_failures(spec, {"seed": env_seed}):
                 env = _call_in_time("__init__", make, timeout_s)
-                text = _call_in_time("reset", partial(_reset, env, env_seed, {"seed": env_seed}), timeout_s)
-                _call_in_time("close", partial(_close, env), timeout_s)
+                text = _call_in_time(
+                    "reset", partial(_reset_env, env, env_seed, {"seed": env_seed}), timeout_s
+                )
+                _call_in_time("close", partial(_close_env, env), timeout_s)
         if not text:
             raise ValueError(
                 f'task.env {spec!r}: reset() gives no text, and task.source = "seeds" has none either'
@@ -111,7 +118,8 @@ def seeds(
     return prompts
 
 
-def _reset(env: TextEnv, seed: int, options: Mapping[str, Any]) -> str:
+def _reset_env(env: TextEnv, seed: int, options: Mapping[str, Any]) -> str:
+    """Reset an environment and return its first text. Raises TypeError or ValueError if that is none."""
     observation = env.reset(seed=seed, options=options)
     return _check_text(
         observation[0] if isinstance(observation, tuple) and observation else observation, "reset"
@@ -119,7 +127,8 @@ def _reset(env: TextEnv, seed: int, options: Mapping[str, Any]) -> str:
 
 
 def _check_text(value: Any, method: str) -> str:
-    """Return ``value``. Raises TypeError or ValueError if it is no text that a policy can be given."""
+    """Return ``value``. Raises TypeError if it is no text, and ValueError if it is too long or has half of a
+    surrogate pair."""
     if not isinstance(value, str):
         raise TypeError(f"{method}() gives a {type(value).__name__} as its text; return a str, as documented")
     if len(value) > MAX_CHARS:
@@ -129,7 +138,8 @@ def _check_text(value: Any, method: str) -> str:
     return value
 
 
-def _close(env: TextEnv) -> None:
+def _close_env(env: TextEnv) -> None:
+    """Call the environment's ``close``, if it has one."""
     close = getattr(env, "close", None)
     if callable(close):
         close()
@@ -163,12 +173,16 @@ class EnvEpisode:
         self._messages: list[Message] = []
 
     async def open(self) -> None:
-        """Make and reset the environment."""
+        """Make and reset the environment, whose first text and tools become part of the prompt. Raises what
+        the environment raises, TimeoutError, and TypeError or ValueError for a first text that cannot be
+        used."""
         columns, messages = self._prompt.columns, list(to_chat(self._prompt).messages or ())
         seed = int.from_bytes(hashlib.sha256(self._prompt.uid.encode()).digest()[:4], "big") >> 1
         async with self._open_lock:
             self._env = env = await self._call("__init__", self._make)
-            text = await self._call("reset", partial(_reset, env, int(columns.get("seed", seed)), columns))
+            text = await self._call(
+                "reset", partial(_reset_env, env, int(columns.get("seed", seed)), columns)
+            )
         tools = {name: getattr(env, name) for name in getattr(env, "tools", ())}
         self._tools = Toolbox(tools, self._timeout_s, self._counters)
         self._prompt = replace(to_chat(self._prompt), tools=(*self._prompt.tools, *self._tools.schemas))
@@ -182,19 +196,22 @@ class EnvEpisode:
         return self._renderer.prompt(replace(self._prompt, messages=tuple(self._messages)))
 
     async def _call(self, method: str, call: Callable[..., T], **arguments: Any) -> T:
-        """Return what a method of the environment returns. Raises TimeoutError with the method's name."""
+        """Return what a method of the environment returns. Raises TimeoutError with the method's name, and
+        what the method raises."""
         try:
             return await call_in_time(call, arguments, self._timeout_s)
         except TimeoutError as error:
             raise TimeoutError(f"{method}() has not returned in {self._timeout_s:g} s") from error
 
     async def step(self, completion: Completion) -> np.ndarray | NewRow | None:
-        """Return the next context [C] int32, with replies of tools or of the environment; None when the
-        episode is over."""
+        """Run the answer's tool calls, or one step of the environment, whose reward is added to ``reward``.
+        Return the next context [C] int32, or a NewRow if the environment replaces the chat; None when the
+        episode is over, which sets ``ended`` and ``last_reply`` unless the answer itself was cut off. Raises
+        what the environment raises, TimeoutError, and TypeError or ValueError for a wrong result."""
         self._turns_left -= 1
         if completion.stop not in (Stop.EOS, Stop.STRING):
             return None
-        replies = await self._tools.replies(completion.text)
+        replies = await self._tools.run_calls(completion.text)
         new_chat = list[Message]()
         if not replies:
             assert self._env is not None
@@ -220,8 +237,9 @@ class EnvEpisode:
         return context
 
     async def try_step(self, action: str) -> str:
-        """Try one step of an open environment before a run. Returns a warning, or "", since not every text is
-        a valid action. Raises TypeError or ValueError for a result that is wrong whatever the action."""
+        """Take one step of an open environment before a run, and return a warning or "". An exception of the
+        environment is a warning too, since not every text is a valid action. Raises TypeError or ValueError
+        for a step that no action could make right: of a wrong signature or with a wrong result."""
         assert self._env is not None
         with contextlib.suppress(ValueError):  # a callable may have no signature
             inspect.signature(self._env.step).bind(action)
@@ -234,10 +252,11 @@ class EnvEpisode:
         return "goes on after a first answer, and task.max_turns is 1, so it never replies" if is_cut else ""
 
     async def close(self) -> None:
-        """Close the environment; later calls do nothing."""
+        """Close the environment if it is open; later calls do nothing. Raises what its ``close`` raises, and
+        TimeoutError."""
         if self._env is not None:
             env, self._env = self._env, None
-            await self._call("close", partial(_close, env))
+            await self._call("close", partial(_close_env, env))
 
 
 def _read_step(result: Any) -> tuple[str | list[Message], float, str]:
@@ -250,10 +269,10 @@ def _read_step(result: Any) -> tuple[str | list[Message], float, str]:
     for text in [message["content"] for message in reply] if is_chat else [reply]:
         _check_text(text, "step")
     ended = "terminated" if terminated else "truncated" if truncated else ""
-    return list(reply) if is_chat else reply, _as_number(reward), ended
+    return list(reply) if is_chat else reply, _read_number(reward), ended
 
 
-def _as_number(reward: Any) -> float:
+def _read_number(reward: Any) -> float:
     """Convert a reward to float. Raises TypeError for a text, even of digits, as for reward functions."""
     if isinstance(reward, str | bytes | bytearray) or not hasattr(reward, "__float__"):
         raise TypeError(f"step() gives the reward {reward!r:.80}, a {type(reward).__name__}; return a number")

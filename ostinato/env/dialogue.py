@@ -43,8 +43,8 @@ class ChatRenderer(Protocol):
 
 
 def append_answer(messages: Sequence[Message], text: str) -> tuple[list[Message], str | None]:
-    """Return (the chat with the policy's answer, the prefill). The prefill is the assistant message that the
-    chat ended with: the answer continues it. None where the chat did not end with one."""
+    """Return (the chat with the policy's answer, the prefill). The prefill is the text of an assistant
+    message at the end of the chat, which the answer continues; None if there is no such message."""
     *earlier_messages, last_message = messages
     if last_message["role"] != "assistant":
         return [*messages, {"role": "assistant", "content": text}], None
@@ -101,12 +101,12 @@ class Dialogue:
         return self._renderer.prompt(self._prompt)
 
     async def step(self, completion: Completion) -> np.ndarray | NewRow | None:
-        """Run the answer's tool calls and return the next context [C] int32; None when the episode is
-        over."""
+        """Run the answer's tool calls and return the next context [C] int32. Return None when the episode is
+        over: after the last turn, an answer that was cut off, or an answer without calls."""
         self._turns_left -= 1
         if not self._turns_left or completion.stop not in (Stop.EOS, Stop.STRING):
             return None
-        replies = await self._tools.replies(completion.text)
+        replies = await self._tools.run_calls(completion.text)
         if not replies:
             return None
         self._messages, context = continue_chat(

@@ -36,11 +36,11 @@ class GuessNumber:
 
 
 class PriceList:
-    """Find a price that only a lookup reveals: an answer that ends in "item =" is a lookup and is replied to
-    with the price of this item, any other answer is final. Use ``rollout.stop = ["="]``, so that the policy
-    does not write the price itself, as with the calculator of GSM8K (arXiv 2110.14168). Prices are redrawn in
-    each episode, from 1 to ``items``. At most ``lookups`` lookups; the right one is worth 0.3, the right
-    price after it 0.7 more."""
+    """Find a price that only a lookup reveals. An answer that ends in "item =" is a lookup, and the price of
+    this item is the reply. Any other answer is final, and so is every answer after ``lookups`` lookups. Use
+    ``rollout.stop = ["="]``, so that the policy does not write the price itself, as with the calculator of
+    GSM8K (arXiv 2110.14168). Prices are drawn anew in each episode, from 1 to ``items``. The right lookup is
+    worth 0.3, and the right price after it 0.7 more."""
 
     def __init__(self, items: int = 9, lookups: int = 2) -> None:
         if items < 2 or lookups < 1:
@@ -54,7 +54,7 @@ class PriceList:
         return f"What is the price of {self._item}? Look up: {self._item}=", {}
 
     def lookup(self, item: int) -> int | None:
-        """Return the price of an item; None where there is no such item."""
+        """Return the price of an item; None if there is no such item."""
         return self._prices[item - 1] if 1 <= item <= self._items else None
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:

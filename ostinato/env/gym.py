@@ -16,26 +16,26 @@ from typing import Any
 from ostinato.types import Prompt
 
 EVAL_SHARE = 8  # one question in 8 belongs to the evaluation split
-MAX_DRAWS_IN_VAIN = 2000  # consecutive draws without a new question, before a task counts as exhausted
+MAX_FAILED_DRAWS = 2000  # consecutive draws without a new question, before a task counts as exhausted
 
 
-def rows(name: str, split: str, seed: int, n: int, config: Mapping[str, Any]) -> list[Prompt]:
+def draw_prompts(name: str, split: str, seed: int, n: int, config: Mapping[str, Any]) -> list[Prompt]:
     """Return ``n`` distinct questions of ``split`` as chat prompts; a larger ``n`` only continues the stream.
 
     ``config`` are the fields of the task's own configuration. Columns: ``answer`` (the task's example of a
     right answer, sometimes None), ``gym`` ({"name", "config"}: what the scorer is made from) and ``entry``
-    (the task's item, which the scorer reads). Raises ValueError for an unknown task or field, a bad value,
-    or a task with fewer than ``n`` questions.
+    (the task's item, which the scorer reads). Raises ValueError for a missing package, an unknown task or
+    field, a bad value, or a task with fewer than ``n`` questions.
     """
     dataset = _open_dataset(name, {**config, "seed": _mix_seed(seed), "size": 2**24})
     prompts: dict[str, Prompt] = {}
-    index = last_new = 0
+    index = last_new_index = 0
     while len(prompts) < n:
         entry = dataset[index]
         prompt = _make_prompt(name, config, entry)
         if assign_split(entry["question"]) == split and prompt.uid not in prompts:
-            prompts[prompt.uid], last_new = prompt, index
-        if index - last_new > MAX_DRAWS_IN_VAIN:
+            prompts[prompt.uid], last_new_index = prompt, index
+        if index - last_new_index > MAX_FAILED_DRAWS:
             raise ValueError(
                 f"n is {n} but gym:{name} has only about {len(prompts)} distinct {split} questions; "
                 "use fewer, or widen the task in params"
@@ -65,20 +65,21 @@ def _mix_seed(seed: int) -> int:
 
 
 def _open_dataset(name: str, config: Mapping[str, Any]) -> Any:
-    """Open a task of reasoning_gym. Raises ValueError for an unknown task or a bad parameter."""
+    """Open a task of reasoning_gym. Raises ValueError for a missing package, an unknown task or a bad
+    parameter."""
     try:
         from reasoning_gym.factory import DATASETS, create_dataset
     except ModuleNotFoundError as error:
         raise ValueError(f"task.source gym:{name} needs reasoning-gym; install the extra 'gym'") from error
     if name not in DATASETS:
-        nearest = get_close_matches(name, DATASETS, n=1, cutoff=0)[0]
-        raise ValueError(f"task.source is gym:{name}, an unknown task; the nearest is gym:{nearest}")
+        nearest_name = get_close_matches(name, DATASETS, n=1, cutoff=0)[0]
+        raise ValueError(f"task.source is gym:{name}, an unknown task; the nearest is gym:{nearest_name}")
     names = [field.name for field in dataclasses.fields(DATASETS[name][1])]
     for key in config:
         if key not in names:
-            nearest = get_close_matches(key, names, n=1, cutoff=0)[0]
+            nearest_name = get_close_matches(key, names, n=1, cutoff=0)[0]
             raise ValueError(
-                f"task.params.{key} is unknown for gym:{name}; nearest is {nearest!r} of {names}"
+                f"task.params.{key} is unknown for gym:{name}; nearest is {nearest_name!r} of {names}"
             )
     try:
         return create_dataset(name, **config)

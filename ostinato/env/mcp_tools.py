@@ -24,7 +24,8 @@ CALL_S = 60.0  # limit of a call, also when its episode has stopped waiting for 
 
 
 class ToolLost(Exception):
-    """The server of a tool is gone: a fault of the episode, not a reply that a policy could learn from."""
+    """The server of a tool is gone. This is a fault of the episode, not a reply that a policy could learn
+    from."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,8 @@ class McpServer:
     """A session with the server that ``spec`` names, kept open by an event loop in a thread of its own.
 
     The session ends when the last of its tools is gone, or with this process. A lost session is opened again,
-    and calls meanwhile raise ToolLost. Raises ValueError where the library or the server is missing.
+    and until then calls raise ToolLost. Raises ValueError where the library is missing, and where the server
+    does not start in time or has no tools.
     """
 
     def __init__(self, spec: str) -> None:
@@ -77,7 +79,8 @@ class McpServer:
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """Call a tool and return the text of its reply. Raises RuntimeError with the server's message for a
-        call that failed, and ToolLost where there is no server."""
+        call that failed. Raises ToolLost where there is no server, and then starts to open the session
+        again."""
         from mcp import MCPError
         from mcp_types import CONNECTION_CLOSED
 
@@ -100,14 +103,15 @@ class McpServer:
         return text
 
     def _reopen_session(self, session_future: Future[_Session], error: Exception) -> ToolLost:
-        """Open the session again, unless another call has done so, and return the exception for a call that
-        failed with ``error`` in the session of ``session_future``."""
+        """Start to open the session again, unless another call has done so. Return the exception for a call
+        that failed with ``error`` in the session of ``session_future``."""
         with self._lock:
             if self._session_future is session_future:
                 self._session_future = self._open_session()
         return ToolLost(f"{self._spec}: {_find_reason(error)}")
 
     def _open_session(self) -> Future[_Session]:
+        """Start to open a session in the event loop; return its future."""
         session_future = Future[_Session]()
         session_task = _hold_session(self._spec.removeprefix(PREFIX), self._stderr, session_future)
         asyncio.run_coroutine_threadsafe(session_task, self._loop)
@@ -115,8 +119,9 @@ class McpServer:
 
 
 async def _hold_session(address: str, stderr: TextIO, session_future: Future[_Session]) -> None:
-    """Open a session, set it as the result of ``session_future`` and keep it open in this task, as the
-    library requires.
+    """Open a session, set it as the result of ``session_future``, and keep it open until this task is
+    cancelled: the library requires that one task opens and closes it. An error before that is set in
+    ``session_future`` and raised.
 
     ``address`` is a URL, or the command of a process that is served over its standard input and output.
     """
@@ -147,7 +152,7 @@ def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _end_loop(loop: asyncio.AbstractEventLoop) -> None:
-    """End the sessions of ``loop``, then the loop."""
+    """Make the event loop end its sessions and then itself; do not wait for that."""
 
     async def end_sessions() -> None:
         sessions = asyncio.all_tasks() - {asyncio.current_task()}
@@ -165,7 +170,7 @@ def _make_schema(tool: Any) -> Mapping[str, Any]:
 
 
 def _find_reason(error: BaseException) -> str:
-    """Describe the innermost exception: task groups wrap it."""
+    """Describe the innermost exception, since task groups wrap it."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return f"{type(error).__name__}: {error}".rstrip(": ")

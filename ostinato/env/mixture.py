@@ -26,7 +26,7 @@ SLACK = 16  # places; in any stretch, a task falls short of its share by less th
 
 
 def compute_arcs(weights: Sequence[float]) -> list[int]:
-    """Return the end of each task's arc, on a circle of length CIRCLE; the first arc begins at 0."""
+    """Return the end of each task's arc on a circle of length CIRCLE. The first arc begins at 0."""
     total, ends, cumulative = sum(map(Fraction, weights)), list[int](), Fraction(0)
     for weight in weights:
         cumulative += Fraction(weight)
@@ -34,18 +34,19 @@ def compute_arcs(weights: Sequence[float]) -> list[int]:
     return ends
 
 
-def locate(seed: int, ends: Sequence[int], index: int) -> tuple[int, int]:
-    """Return (task number, place in that task's own stream) of place ``index`` in a mixture whose ``arcs``
-    have these ``ends``: the task whose arc contains start + index * STEP, and the number of earlier places on
-    the same arc."""
+def locate_place(seed: int, ends: Sequence[int], index: int) -> tuple[int, int]:
+    """Return (task number, place in that task's own stream) of place ``index`` in a mixture whose arcs have
+    these ``ends``. The task is that whose arc contains start + index * STEP. Its own place is the number of
+    earlier places on the same arc."""
     task = bisect_right(ends, (_hash_start(seed) + index * STEP) % CIRCLE)
-    return task, count_before(seed, ends, task, index)
+    return task, count_task_places(seed, ends, task, index)
 
 
-def count_before(seed: int, ends: Sequence[int], task: int, count: int) -> int:
+def count_task_places(seed: int, ends: Sequence[int], task: int, count: int) -> int:
     """Return how many of the first ``count`` places belong to ``task``. Points below c on the circle are
     counted by a sum: x mod m < c exactly where floor(x / m) is greater by 1 than floor((x - c) / m)."""
     begin = ends[task - 1] if task else 0
+    # CIRCLE is added so that no number is negative; it adds the same to both sums
     end_sum, begin_sum = (_sum_floors(count, _hash_start(seed) + CIRCLE - end) for end in (ends[task], begin))
     return begin_sum - end_sum
 
@@ -56,14 +57,19 @@ def _hash_start(seed: int) -> int:
 
 def _sum_floors(count: int, start: int) -> int:
     """Return the sum of floor((STEP * i + start) / CIRCLE) over i below ``count``, by Euclid's algorithm."""
-    total, a, b, m = 0, STEP, start, CIRCLE
+    total, a, b, m = (
+        0,
+        STEP,
+        start,
+        CIRCLE,
+    )  # the sum so far, and that of floor((a * i + b) / m) is to be added
     while True:
         total += count * (count - 1) // 2 * (a // m) + count * (b // m)
         a, b = a % m, b % m
-        bound = a * count + b
-        if bound < m:
+        max_value = a * count + b
+        if max_value < m:
             return total
-        count, b, a, m = bound // m, bound % m, m, a
+        count, b, a, m = max_value // m, max_value % m, m, a
 
 
 def compute_shares(weights: Mapping[str, float]) -> dict[str, float]:
@@ -75,13 +81,13 @@ def compute_shares(weights: Mapping[str, float]) -> dict[str, float]:
 def count_places(weights: Mapping[str, float], seed: int, n: int) -> dict[str, int]:
     """Return how many of the first ``n`` places each task has, at least 1 each."""
     ends = compute_arcs(list(weights.values()))
-    return {name: max(1, count_before(seed, ends, number, n)) for number, name in enumerate(weights)}
+    return {name: max(1, count_task_places(seed, ends, number, n)) for number, name in enumerate(weights)}
 
 
 class Mixture:
     """Implements protocols.Tasks: the streams of ``parts`` by name, mixed by their ``weights``.
 
-    Stateless, so a resumed run continues the stream by its index alone.
+    It has no state, so a resumed run continues the stream by its index alone.
     """
 
     def __init__(self, parts: Mapping[str, Tasks], weights: Mapping[str, float], *, seed: int) -> None:
@@ -100,12 +106,13 @@ class Mixture:
         return max(math.ceil((part.epoch + SLACK) / share) for part, share in parts)
 
     def prompt(self, index: int) -> Prompt:
-        task, place = locate(self._seed, self._ends, index)
+        task, place = locate_place(self._seed, self._ends, index)
         return self._parts[task].prompt(place)
 
 
 def label_prompts(prompts: Sequence[Prompt], task: str) -> list[Prompt]:
-    """Label the prompts with ``task``, also in their uids, since two tasks may have the same prompt."""
+    """Label the prompts with ``task``, also in their uids, since two tasks may have the same prompt. With an
+    empty name the prompts stay as they are."""
     return (
         [replace(prompt, uid=f"{task}/{prompt.uid}", task=task) for prompt in prompts] if task else [*prompts]
     )

@@ -38,7 +38,7 @@ EVAL_SPLITS = ("eval", "validation", "valid", "dev", "test")
 Row = Mapping[str, Any]
 
 
-def read(
+def read_prompts(
     source: str,
     split: str,
     *,
@@ -52,24 +52,25 @@ def read(
     datasets folder, or ``hf:<name>``.
 
     A dataset with named splits gives its own train or evaluation split. A single file has none: it gives all
-    its rows, or with ``holdout`` that share of them (see ``holdout_mask``) to "eval" and the rest to "train".
-    ``chat``: a text is what the user says in a chat. ``config`` is the configuration of a hub dataset. uids
-    are the rows' ``uid`` or ``id``, else a hash of the content. Rows without answers are read, unless others
-    have one. Raises ValueError naming file, row and column.
+    its rows, or with ``holdout`` that share of them (see ``compute_holdout_mask``) to "eval" and the rest to
+    "train". ``chat``: a text is what the user says in a chat. ``config`` is the configuration of a hub
+    dataset. uids are the rows' ``uid`` or ``id``, else a hash of the content. Raises ValueError, naming file,
+    row and column, for what cannot be read, for an id that occurs twice, if there are no rows, and if some
+    rows have an answer and others none.
     """
     if not 0 <= holdout < 1:
         raise ValueError(f"task.params.holdout is {holdout}; use a share of the rows in [0, 1)")
-    rows, has_splits = raw_rows(source, split, config, holdout)
+    rows, has_splits = read_raw_rows(source, split, config, holdout)
     prompts: list[Prompt] = []
-    first_row: dict[str, int] = {}
+    first_numbers: dict[str, int] = {}
     for number, row in rows:
         row_name = f"row {number} of {source}"
-        prompt = prompt_from_row(row, row_name, prompt_column, answer_column)
+        prompt = make_prompt(row, row_name, prompt_column, answer_column)
         prompt = to_chat(prompt) if chat else prompt
-        if any(row.get(name) is not None for name in IDS) and prompt.uid in first_row:
-            earlier = first_row[prompt.uid]
-            raise ValueError(f"{row_name} has the id {prompt.uid!r} of row {earlier}; make ids unique")
-        first_row.setdefault(prompt.uid, number)
+        if any(row.get(name) is not None for name in IDS) and prompt.uid in first_numbers:
+            first_number = first_numbers[prompt.uid]
+            raise ValueError(f"{row_name} has the id {prompt.uid!r} of row {first_number}; make ids unique")
+        first_numbers.setdefault(prompt.uid, number)
         prompts.append(prompt)
     if not prompts and not has_splits:
         raise ValueError(f"task.source {source} has no rows; write one object per line")
@@ -77,8 +78,10 @@ def read(
     contents = list[str]()
     if holdout and not has_splits:
         contents = [json.dumps([row.text, row.messages], sort_keys=True) for row in prompts]
-        mask = holdout_mask(contents, holdout)
-        prompts = [row for row, is_held in zip(prompts, mask, strict=True) if is_held == (split == "eval")]
+        mask = compute_holdout_mask(contents, holdout)
+        prompts = [
+            row for row, is_held_out in zip(prompts, mask, strict=True) if is_held_out == (split == "eval")
+        ]
     if not prompts:
         rows = f" of its {len(contents)}, {len({*contents})} of them different" if contents else ""
         raise ValueError(
@@ -95,7 +98,7 @@ def to_chat(prompt: Prompt) -> Prompt:
     return replace(prompt, text=None, messages=({"role": "user", "content": prompt.text},))
 
 
-def with_columns(rows: Sequence[Prompt], columns: Mapping[str, Any]) -> list[Prompt]:
+def add_columns(rows: Sequence[Prompt], columns: Mapping[str, Any]) -> list[Prompt]:
     """Return the rows, each with those of ``columns`` (``task.columns``) that it lacks or that are null in
     it. Raises ValueError for a name that the rollout gives to rewards."""
     if reserved_names := RESERVED & columns.keys():
@@ -109,74 +112,75 @@ def with_columns(rows: Sequence[Prompt], columns: Mapping[str, Any]) -> list[Pro
     return [replace(row, columns={**row.columns, **find_unset(row)}) for row in rows] if columns else [*rows]
 
 
-def prompt_from_row(row: Row, where: str, prompt_column: str = "", answer_column: str = "") -> Prompt:
-    """Make a Prompt of a row. ``where`` names the row in the ValueError that a bad row raises."""
+def make_prompt(row: Row, row_name: str, prompt_column: str = "", answer_column: str = "") -> Prompt:
+    """Make a Prompt of a row. ``row_name`` is its name in the ValueError that a bad row raises."""
     if reserved_names := RESERVED & row.keys():
         raise ValueError(
-            f"{where} has a column {min(reserved_names)!r}, which the rollout gives to rewards; rename it"
+            f"{row_name} has a column {min(reserved_names)!r}, which the rollout gives to rewards; rename it"
         )
     for key, value in row.items():
         if has_surrogate([key, value]):
             raise ValueError(
-                f"{where} has half of a surrogate pair in column {key!r}, which is no character and no file "
-                "can hold; write the whole character or U+FFFD"
+                f"{row_name} has half of a surrogate pair in column {key!r}, which is no character and no "
+                "file can hold; write the whole character or U+FFFD"
             )
     name = prompt_column or next((name for name in PROMPTS if row.get(name) is not None), PROMPTS[0])
     content = row.get(name)
     if not content:
-        raise ValueError(f"{where} has no {name!r}; give it one, or set task.params.prompt_column")
+        raise ValueError(f"{row_name} has no {name!r}; give it one, or set task.params.prompt_column")
     if name == "messages" and not prompt_column and _ends_with_answer(content):
         raise ValueError(
-            f"{where} has no 'prompt', and its 'messages' end with the assistant's words; put what the "
+            f"{row_name} has no 'prompt', and its 'messages' end with the assistant's words; put what the "
             "policy reads into 'prompt', or set task.params.prompt_column if it is to go on with them"
         )
-    answer = _find_answer(row, where, answer_column)
+    answer = _find_answer(row, row_name, answer_column)
     columns = {key: value for key, value in row.items() if key not in (name, "answer")}
     columns |= {} if answer is None else {"answer": answer}
     uid = _make_uid(row, content, answer)
-    tools = read_value(row, "tools", list, where) or []
-    template_kwargs = read_value(row, "chat_template_kwargs", dict, where) or {}
+    tools = read_value(row, "tools", list, row_name) or []
+    template_kwargs = read_value(row, "chat_template_kwargs", dict, row_name) or {}
     if isinstance(content, str):
         settings = {"tools": tools, "chat_template_kwargs": template_kwargs}
         if unusable := [key for key, value in settings.items() if value]:
             raise ValueError(
-                f"{where} has {unusable[0]!r}, which needs a chat prompt, and its {name!r} is a text; "
+                f"{row_name} has {unusable[0]!r}, which needs a chat prompt, and its {name!r} is a text; "
                 'write [{"role": "user", "content": ..}], or rename the column'
             )
-        return Prompt(uid=uid, text=content, columns=columns, row=where)
+        return Prompt(uid=uid, text=content, columns=columns, row=row_name)
     if not all(isinstance(tool, Mapping) for tool in tools):
-        raise ValueError(f"{where} has 'tools' that are not JSON schemas of functions; rename the column")
+        raise ValueError(f"{row_name} has 'tools' that are not JSON schemas of functions; rename the column")
     return Prompt(
         uid=uid,
-        messages=messages(content, where),
+        messages=check_messages(content, row_name),
         tools=tuple(tools),
         template_kwargs=template_kwargs,
         columns=columns,
-        row=where,
+        row=row_name,
     )
 
 
-def read_value(row: Row, name: str, kind: type, where: str) -> Any:
-    """Return the value, of type ``kind``, of a column that the chat template is given; None where there is
-    none. The column may hold its JSON text, since a table has one type for a whole column. Raises ValueError
-    for a value of another type."""
+def read_value(row: Row, name: str, value_type: type, row_name: str) -> Any:
+    """Return the value of a column that the chat template is given, which has to be of ``value_type``; None
+    if there is none. The column may hold JSON text, since a table has one type for a whole column. Raises
+    ValueError for a value of another type."""
     value = row.get(name)
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
             value = parse_json(value.encode())
-    if value is not None and not isinstance(value, kind):
+    if value is not None and not isinstance(value, value_type):
         raise ValueError(
-            f"{where} has {name!r} of {type(value).__name__}, which the chat template would be given as "
-            f"{kind.__name__}; mend or rename the column"
+            f"{row_name} has {name!r} of {type(value).__name__}, which the chat template would be given as "
+            f"{value_type.__name__}; mend or rename the column"
         )
     return value
 
 
-def messages(content: Any, where: str = "") -> tuple[dict[str, Any], ...]:
+def check_messages(content: Any, row_name: str = "") -> tuple[dict[str, Any], ...]:
     """Return a chat as the template is given it: without fields that are null, and with "" for the text of a
-    message that only calls tools. Raises ValueError, which names the message."""
+    message that only calls tools. Raises ValueError, which names the message, for a chat that has another
+    form or ends with a call."""
     chat = content if isinstance(content, list | tuple) else [content]
-    prefix = f"{where}: " if where else ""
+    prefix = f"{row_name}: " if row_name else ""
     for number, message in enumerate(chat):
         label = f"{prefix}message {number} of the chat"
         if not isinstance(message, Mapping):
@@ -239,6 +243,7 @@ def _find_answer(row: Row, row_name: str, answer_column: str) -> Any:
 
 
 def _make_uid(row: Row, content: Any, answer: Any) -> str:
+    """Return the row's id; without one, a hash of what the policy reads and the answer."""
     for name in IDS:
         if row.get(name) is not None:
             return str(row[name])
@@ -247,25 +252,29 @@ def _make_uid(row: Row, content: Any, answer: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def holdout_mask(contents: Sequence[str], share: float) -> list[bool]:
+def compute_holdout_mask(contents: Sequence[str], share: float) -> list[bool]:
     """Return for each row whether it is held out: ``share`` of them, rounded but at least one (none for 0),
     in the order of the hashes of ``contents`` (the questions), so that new rows move few others. Rows of
-    equal content are in the same split, so fewer rows may be held out."""
+    equal content are in the same split, so fewer or more rows may be held out. None are if all contents are
+    equal and more than the share."""
     if not share:
         return [False] * len(contents)
     digests = [hashlib.sha256(content.encode()).digest() for content in contents]
-    counts, remaining, held_digests = Counter(digests), max(1, round(share * len(contents))), set[bytes]()
+    counts, num_missing, held_digests = Counter(digests), max(1, round(share * len(contents))), set[bytes]()
     for digest, count in sorted(counts.items()):
-        if count <= remaining:
+        if count <= num_missing:
             held_digests.add(digest)
-            remaining -= count
+            num_missing -= count
     if not held_digests and len(counts) > 1:
         held_digests.add(min(counts, key=lambda digest: (counts[digest], digest)))
     return [digest in held_digests for digest in digests]
 
 
-def raw_rows(source: str, split: str, config: str, holdout: float) -> tuple[Iterable[tuple[int, Row]], bool]:
-    """Return ((row number, row) ..., whether the source has named splits). Lines of a file count from 1."""
+def read_raw_rows(
+    source: str, split: str, config: str, holdout: float
+) -> tuple[Iterable[tuple[int, Row]], bool]:
+    """Return ((row number, row) ..., whether the source has named splits). Lines of a file count from 1. Rows
+    are read during the iteration. Raises ValueError for a source that cannot be read."""
     path = Path(source)
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise ValueError(f"task.source is {source}, a pipe or a device, which may have no end; give a file")
@@ -283,7 +292,8 @@ def raw_rows(source: str, split: str, config: str, holdout: float) -> tuple[Iter
 
 
 def _read_csv(path: Path) -> Iterator[Row]:
-    """Yield the rows of a CSV file, whose first line names the columns. All values are texts."""
+    """Yield the rows of a CSV file, whose first line names the columns. All values are texts. Raises
+    ValueError."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             for number, row in enumerate(csv.DictReader(file, strict=True), 1):
@@ -295,7 +305,8 @@ def _read_csv(path: Path) -> Iterator[Row]:
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[int, Row]]:
-    """Yield (line number, row). Raises ValueError for a line that is not an object of JSON."""
+    """Yield (line number, row), without blank lines. Raises ValueError for a line that is not an object of
+    JSON."""
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
@@ -312,7 +323,7 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, Row]]:
 
 
 def _read_parquet(path: Path) -> Iterator[Row]:
-    """Yield the rows of a parquet file. Raises ValueError where it cannot be read."""
+    """Yield the rows of a parquet file. Raises ValueError for a file or a text that cannot be read."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -335,9 +346,9 @@ def _read_parquet(path: Path) -> Iterator[Row]:
 
 
 def _drop_fillers(row: Row) -> Row:
-    """Return the row without nulls in what the chat template is given: chats, ``tools`` and
-    ``chat_template_kwargs``. A table gives each struct the fields of all rows' structs, and null where a row
-    has no such field."""
+    """Return the row without nulls in the values that the chat template is given: chats, ``tools`` and
+    ``chat_template_kwargs``. A table gives each struct the fields of all rows' structs, with null for a field
+    that a row does not have."""
 
     def is_chat(value: Any) -> bool:
         return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and "role" in value[0]
@@ -356,7 +367,7 @@ def _drop_fillers(row: Row) -> Row:
 def _read_dataset(
     source: str, split: str, config: str, holdout: float
 ) -> tuple[Iterable[tuple[int, Row]], bool]:
-    """Return the rows of a hub dataset or datasets folder, as ``raw_rows`` does."""
+    """Return the rows of a hub dataset or datasets folder, as ``read_raw_rows`` does. Raises ValueError."""
     try:
         import datasets
     except ModuleNotFoundError as error:

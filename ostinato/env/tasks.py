@@ -20,9 +20,10 @@ SUBSET_EPOCH = -1  # addresses the order that picks a subset; the epochs of a st
 
 
 class Rows:
-    """Implements protocols.Tasks: each epoch is a permutation of ``prompts`` addressed by (seed, epoch).
+    """Implements protocols.Tasks: each epoch is a permutation of ``prompts`` addressed by (seed, epoch), or
+    with ``shuffle`` off the prompts in their order. Raises ValueError without prompts.
 
-    Stateless, so a resumed run continues the stream by its index alone.
+    It has no state, so a resumed run continues the stream by its index alone.
     """
 
     def __init__(self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool = True) -> None:
@@ -48,7 +49,8 @@ class Rows:
 
 @functools.lru_cache(maxsize=16)  # a batch can straddle two epochs of each task
 def shuffle_order(seed: int, epoch: int, count: int) -> np.ndarray:
-    """[count] int64, a permutation: argsort of raw Philox words, which numpy keeps stable across versions."""
+    """Return [count] int64, a permutation: argsort of raw Philox words, which numpy keeps stable across
+    versions. The array is cached: do not write to it."""
     key = np.array([seed, epoch], np.int64).view(np.uint64)
     return np.argsort(np.random.Philox(key=key).random_raw(count), kind="stable")
 
@@ -71,7 +73,7 @@ def load_tasks(
 
     Procedural sources give exactly ``n`` distinct prompts. The text of a problem decides its split, so the
     splits are disjoint for every seed and size. A file with more than ``n`` rows gives
-    a subset that depends on ``seed``, in the file's order; for files see ``rows.read`` and
+    a subset that depends on ``seed``, in the file's order; for files see ``rows.read_prompts`` and
     ``check_disjoint``. ``params`` are the source's own. ``system_prompt`` opens every chat.
 
     Raises ValueError with one sentence for what the user can fix.
@@ -82,8 +84,8 @@ def load_tasks(
             raise ValueError(f"n is missing; {source} is endless, say how many {split} prompts to draw")
         prompts = _generate_rows(source, split, seed, n, params)
     else:
-        check_params(rows.read, params, source, skip=("source", "split"))
-        prompts = choose_subset(rows.read(check_source(source), split, **params), seed, n)
+        check_params(rows.read_prompts, params, source, skip=("source", "split"))
+        prompts = choose_subset(rows.read_prompts(check_source(source), split, **params), seed, n)
     return [add_system_prompt(prompt, system_prompt) for prompt in prompts] if system_prompt else prompts
 
 
@@ -112,10 +114,11 @@ def _get_text(prompt: Prompt) -> str:
 
 
 def _generate_rows(source: str, split: str, seed: int, n: int, params: dict[str, Any]) -> list[Prompt]:
+    """Draw the prompts of a procedural source. Raises ValueError."""
     if source == "arithmetic":
-        check_params(arithmetic.rows, params, source, skip=("split", "seed", "n"))
-        return arithmetic.rows(split, seed, n, **params)
-    return gym.rows(source.removeprefix("gym:"), split, seed, n, params)
+        check_params(arithmetic.draw_prompts, params, source, skip=("split", "seed", "n"))
+        return arithmetic.draw_prompts(split, seed, n, **params)
+    return gym.draw_prompts(source.removeprefix("gym:"), split, seed, n, params)
 
 
 def check_source(source: str) -> str:
@@ -146,15 +149,16 @@ def check_params(
 
 
 def choose_subset(rows: list[T], seed: int, n: int | None) -> list[T]:
-    """Return ``n`` rows drawn by ``seed``, in their original order; all if there are no more than ``n``."""
+    """Return ``n`` rows drawn by ``seed``, in their original order; all rows if ``n`` is None or no less than
+    their number."""
     if n is None or n >= len(rows):
         return rows
-    return [rows[k] for k in sorted(shuffle_order(seed, SUBSET_EPOCH, len(rows))[:n].tolist())]
+    return [rows[index] for index in sorted(shuffle_order(seed, SUBSET_EPOCH, len(rows))[:n].tolist())]
 
 
 def add_system_prompt(prompt: Prompt, system_prompt: str) -> Prompt:
-    """Return a chat that begins with ``system_prompt``; a text prompt becomes the user's message. Raises
-    ValueError where the chat has a system message."""
+    """Return the prompt as a chat that begins with ``system_prompt``; a text becomes the user's message.
+    Raises ValueError if the chat has a system message."""
     prompt = rows.to_chat(prompt)
     assert prompt.messages is not None
     if prompt.messages[0]["role"] == "system":

@@ -53,8 +53,9 @@ class Toolbox:
     def __len__(self) -> int:
         return len(self._tools)
 
-    async def replies(self, answer: str) -> list[Message]:
-        """Run the calls of an answer and return the replies as messages; empty where there are no calls."""
+    async def run_calls(self, answer: str) -> list[Message]:
+        """Run the first MAX_CALLS calls of an answer, one after the other, count them, and return the replies
+        as messages; [] without calls. Raises ToolLost."""
         calls = parse_calls(answer, self._tools) if self._tools else []
         replies: list[dict[str, Any]] = [
             {"role": "tool", "content": self._replace_surrogates(await self._run_call(call))}
@@ -68,10 +69,11 @@ class Toolbox:
     @cached_property
     def schemas(self) -> tuple[dict[str, Any], ...]:
         """The tools as chat templates and OpenAI's clients write them."""
-        return tuple(schema_of(name, tool) for name, tool in self._tools.items())
+        return tuple(make_schema(name, tool) for name, tool in self._tools.items())
 
     async def _run_call(self, call: Call) -> str:
-        """Run a call and return its result, or a sentence on its failure, for the policy."""
+        """Run and count a call, and return its result, cut to MAX_REPLY_CHARS, or for the policy a sentence
+        on its failure. Raises ToolLost."""
         self.counters["tools/calls"] += 1
         if call.error:
             return self._count_error("unreadable", call.error)
@@ -98,20 +100,23 @@ class Toolbox:
         return text
 
     def _replace_surrogates(self, text: str) -> str:
-        """Replace lone surrogates, which a tool can return (``"\\ud83d"``) and no tokenizer takes."""
+        r"""Replace lone surrogates, which a tool can return (``"\\ud83d"``) and no tokenizer takes, and count
+        the text."""
         readable = replace_surrogates(text)
         if readable != text:
             self.counters["tools/replaced"] += 1
         return readable
 
     def _count_error(self, kind: str, sentence: str) -> str:
+        """Count an error, and return the sentence that the policy reads."""
         self.counters[f"tools/{kind}"] += 1
         return f"Error: {sentence[:MAX_REPLY_CHARS]}"
 
 
 async def call_in_time(tool: Tool, arguments: Mapping[str, Any], timeout_s: float) -> Any:
-    """Return the tool's result. Raises TimeoutError after ``timeout_s``; the tool's Python code is ended
-    then, and a call that waits in C is abandoned."""
+    """Return the tool's result. Raises TimeoutError after ``timeout_s``: the tool's Python code is then
+    ended, and a call that waits in C is abandoned. Raises what the tool raises, but RuntimeError for what
+    would be mistaken here: its own TimeoutError or StopIteration, and SystemExit and the like."""
     threads, lock = list[int](), threading.Lock()
 
     def run_tool() -> Any:
@@ -135,10 +140,10 @@ async def call_in_time(tool: Tool, arguments: Mapping[str, Any], timeout_s: floa
         raise
 
 
-def schema_of(name: str, tool: Tool) -> dict[str, Any]:
-    """Describe ``tool`` as a function of OpenAI's API: its attribute ``schema``, else a JSON schema of its
-    signature, described by its docstring (the first paragraph, and of ``Args:`` the lines ``name: what it
-    is``)."""
+def make_schema(name: str, tool: Tool) -> dict[str, Any]:
+    """Describe ``tool`` as a function of OpenAI's API. This is its attribute ``schema``, if it has one.
+    Otherwise it is a JSON schema of its signature, described by its docstring: the first paragraph, and the
+    lines ``name: what it is`` of ``Args:``."""
     if hasattr(tool, "schema"):
         return dict(tool.schema)
     try:
@@ -189,7 +194,7 @@ def _make_type_schema(hint: Any) -> dict[str, Any]:
 MAX_EXPRESSION_CHARS = 200
 MAX_BITS = 2048  # of a power; keeps every result printable and every step short
 
-_BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+_BINARY_OPERATIONS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
@@ -209,7 +214,8 @@ def calculator(expression: str) -> str:
 
 
 def _evaluate(node: ast.expr) -> int | float:
-    """Evaluate the syntax tree of an arithmetic expression. Raises ValueError for other nodes."""
+    """Evaluate the syntax tree of an arithmetic expression. Raises ValueError for other nodes and too large
+    powers."""
     match node:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
             return number
@@ -219,12 +225,13 @@ def _evaluate(node: ast.expr) -> int | float:
             return _evaluate(operand)
         case ast.BinOp(left=left, op=ast.Pow(), right=right):
             return _raise_to_power(_evaluate(left), _evaluate(right))
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
-            return _BINARY[type(op)](_evaluate(left), _evaluate(right))
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY_OPERATIONS:
+            return _BINARY_OPERATIONS[type(op)](_evaluate(left), _evaluate(right))
     raise ValueError(f"{ast.unparse(node)!r} is no arithmetic; use numbers, + - * / // % ** and parentheses")
 
 
 def _raise_to_power(base: int | float, exponent: int | float) -> int | float:
+    """Compute a power. Raises ValueError if it has more than MAX_BITS, or is complex."""
     if isinstance(base, int) and base.bit_length() * abs(exponent) > MAX_BITS:
         raise ValueError(f"{base} ** {exponent} is too large")
     result = base**exponent
@@ -240,7 +247,7 @@ def resolve_tools(specs: Sequence[str]) -> dict[str, Tool]:
     """Return tools by name. A spec is a built-in (``calculator``), ``module:function``, ``path.py:function``,
     or an MCP server ("mcp:COMMAND", "mcp:https://..."), which is started and gives all its tools.
 
-    Raises ValueError with one sentence.
+    Raises ValueError with one sentence, also for two tools of the same name.
     """
     tools = dict[str, Tool]()
     for spec in specs:
@@ -248,8 +255,10 @@ def resolve_tools(specs: Sequence[str]) -> dict[str, Tool]:
             new_tools: Mapping[str, Tool] = mcp_tools.McpServer(spec).tools
         else:
             new_tools = {spec.rpartition(":")[2]: BUILT_IN.get(spec) or _import_tool(spec)}
-        if repeats := sorted(tools.keys() & new_tools):
-            raise ValueError(f"task.tools has {repeats[0]!r} twice, the second time from {spec!r}; drop one")
+        if repeated_names := sorted(tools.keys() & new_tools):
+            raise ValueError(
+                f"task.tools has {repeated_names[0]!r} twice, the second time from {spec!r}; drop one"
+            )
         tools |= new_tools
     return tools
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ostinato.model.hf import write_tensors
 from ostinato.model.lora import Adapters, Lora
-from ostinato.model.peft_foreign import CONFIG, TENSORS, Scale, read_pairs, read_settings
+from ostinato.model.peft_foreign import CONFIG, TENSORS, Scales, read_pairs, read_settings
 from ostinato.model.shapes import ROLES, AdapterSpec
 from ostinato.run import atomic_write
 
@@ -114,9 +114,9 @@ class ModuleAdapters(Adapters):
         """Return alpha / r, with the rank r of these factors."""
         return self.spec.alpha / self.tensors[name][0].shape[-2]
 
-    def copy_of(self, leaves: Mapping[str, Tensor], config: Any) -> Adapters:
+    def copy_leaves(self, leaves: Mapping[str, Tensor], config: Any) -> Adapters:
         """Copy as ``Adapters`` does, with the sites of these factors; ``config`` is not used."""
-        return super().copy_of(leaves, self.config)
+        return super().copy_leaves(leaves, self.config)
 
     def prepare(self, dtype: torch.dtype) -> PreparedSites:  # type: ignore[override]
         """Return the factors in the dtype that a forward uses."""
@@ -217,7 +217,7 @@ def read_folder(folder: Path, sites: Sequence[Site], device: torch.device | str)
     if not (folder / CONFIG).is_file():
         raise ValueError(f"adapter {folder} has no {CONFIG}; give the folder of a PEFT adapter")
     settings, pairs = read_settings(folder), read_pairs(folder)
-    scale, rank = Scale.of(settings), int(settings.get("r") or 8)
+    scale, rank = Scales.of(settings), int(settings.get("r") or 8)
     alpha, tensors = float(settings.get("lora_alpha") or 8), dict[str, tuple[Tensor, Tensor]]()
     candidates = [site for site in sites if site.experts is None or _is_adapted(site, settings)]
     for site, module in _nest_modules(candidates):
@@ -234,7 +234,7 @@ def read_folder(folder: Path, sites: Sequence[Site], device: torch.device | str)
                 f"adapter {folder} has factors of {site.name} for {a.shape[-1]} inputs and {b.shape[-2]} "
                 f"outputs; this model has {site.inputs} and {site.outputs}; check its base"
             )
-        own_scale, target_scale = alpha / a.shape[-2], scale.of_map(site.name, a.shape[-2])
+        own_scale, target_scale = alpha / a.shape[-2], scale.get_scale(site.name, a.shape[-2])
         b = b if math.isclose(own_scale, target_scale, rel_tol=1e-12) else b * (target_scale / own_scale)
         tensors[site.name] = (a.to(device), b.to(device))
     if pairs:

@@ -10,7 +10,7 @@ from typing import Any
 from ostinato.hf.factors import Site
 from ostinato.hf.replay import Replay
 from ostinato.model.config import MoEConfig
-from ostinato.model.config_keys import quantisation_of
+from ostinato.model.config_keys import read_quantisation
 from ostinato.model.flops import FlopModel, Part, Rates
 from ostinato.model.shapes import AdapterSpec
 
@@ -39,7 +39,7 @@ class ModelFacts:
             from transformers import AutoConfig
 
             config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-            quantisation_of(config.to_dict())
+            read_quantisation(config.to_dict())
         except (OSError, ValueError, KeyError, ImportError) as error:
             raise ValueError(
                 f"transformers cannot read {folder}: {' '.join(str(error).split())[:300]}"

@@ -27,7 +27,7 @@ from ostinato.hf.facts import ModelFacts, count_flops
 from ostinato.hf.replay import Replay, attach_replay
 from ostinato.hf.routers import UnsupportedRouter
 from ostinato.hf.routes import Routes
-from ostinato.model.config_keys import quantisation_of
+from ostinato.model.config_keys import read_quantisation
 from ostinato.model.flops import FlopModel
 from ostinato.model.lora import Lora
 from ostinato.model.ops import TORCH_OPS, Ops
@@ -102,7 +102,7 @@ class TransformersModel:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         yield from self.model.named_parameters()
 
-    def trainable(self, on: bool) -> TransformersModel:
+    def set_trainable(self, on: bool) -> TransformersModel:
         """Return itself; ``on`` must be False, since only factors are trained."""
         assert not on
         return self
@@ -427,12 +427,12 @@ def load_transformers(folder: Path, *, dtype: torch.dtype, device: str) -> Trans
     try:
         config: Any = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         raw = config.to_dict()
-        if quantisation_of(raw) is not None:
+        if read_quantisation(raw) is not None:
             weights = Weights(folder, raw)
             for part in (config, config.get_text_config()):
                 if hasattr(part, "quantization_config"):
                     del part.quantization_config
-            plain = dict(weights.tensors(dtype))
+            plain = dict(weights.iterate_tensors(dtype))
             kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
             model, loading_info = kind.from_pretrained(None, config=config, state_dict=plain, **options)
         else:

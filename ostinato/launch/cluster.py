@@ -28,7 +28,7 @@ from ostinato.launch.inputs import RunInputs
 from ostinato.launch.loop import RunComponents
 from ostinato.launch.ranks import open_trainer
 from ostinato.model.decoder import Decoder
-from ostinato.model.shared import own_folder, sweep
+from ostinato.model.shared import create_own_folder, sweep_copies
 from ostinato.model.wire import fingerprint_weights, pack_weights
 from ostinato.protocols import RestorableTrainer, Sampler
 from ostinato.reward.remote import GraderLink
@@ -58,7 +58,7 @@ def open_cluster(
     """
     recipe, section = inputs.recipe, inputs.recipe.cluster
     choose_kernels(recipe.engine, inputs.decoder)  # compiled once, here, and not by every worker at once
-    sweep()  # copies of the base that a killed run left behind
+    sweep_copies()  # copies of the base that a killed run left behind
     with contextlib.ExitStack() as stack:
         opened = Cluster.open(
             section.address,
@@ -89,7 +89,7 @@ def open_cluster(
             inputs = replace(inputs, grader=graders)
         pool = factory.new_pool(memory, publication)
         yield inputs, _new_components(factory, pool, trainer, link, graders, memory)
-    sweep()
+    sweep_copies()
 
 
 @contextlib.contextmanager
@@ -97,7 +97,7 @@ def open_weight_publisher(decoder: Decoder) -> Iterator[Callable[[Any, int], Pub
     """Yield a function that publishes all weights of ``decoder`` as a file on this host, in memory if
     possible. It deletes all but the newest NUM_WEIGHT_FILES, which stay for samplers that load slowly or
     restart."""
-    with own_folder() as folder:
+    with create_own_folder() as folder:
         paths: deque[Path] = deque()
 
         def publication(adapters: Any, version: int) -> Publication:

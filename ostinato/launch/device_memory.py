@@ -19,7 +19,7 @@ from ostinato.launch import RunFailed
 from ostinato.launch.machine import choose_device
 from ostinato.launch.models import make_adapter_spec
 from ostinato.model.config import ModelConfig, read_config
-from ostinato.model.named import model_folder
+from ostinato.model.named import find_model_folder
 from ostinato.parallel.gpus import SHEETS, find_gpu, find_peak
 from ostinato.parallel.memory import DType, Precision, Training
 
@@ -240,7 +240,7 @@ def explain_out_of_memory(recipe: Recipe, config: ModelConfig | None = None) -> 
     if recipe.model.backend == "transformers":
         tokens = recipe.trainer.tokens_per_microbatch
         return f"the memory is too small; lower trainer.tokens_per_microbatch ({tokens}) or engine.max_batch"
-    sizes = estimate_terms(recipe, config or read_config(model_folder(recipe.model.path)))
+    sizes = estimate_terms(recipe, config or read_config(find_model_folder(recipe.model.path)))
     weights = sizes.pop("base weights", 0.0)
     resident = sum(sizes.pop(name, 0.0) for name in RESIDENT_TERMS)
     kv_memory, rows = recipe.engine.kv_memory_mb, recipe.trainer.tokens_per_microbatch

@@ -38,11 +38,10 @@ from ostinato.launch.models import make_adapter_spec
 from ostinato.model.base import Base
 from ostinato.model.config import Activation
 from ostinato.model.decoder import Decoder
-from ostinato.model.native import Kernels
-from ostinato.model.native import load as load_kernels
+from ostinato.model.native import Kernels, load_kernels
 from ostinato.model.native.build import BuildError
 from ostinato.model.ops import TORCH_OPS, Ops
-from ostinato.model.quantise import Weights, own_bytes, quantise
+from ostinato.model.quantise import Weights, count_own_bytes, quantise
 from ostinato.model.shapes import ExpertScheme
 from ostinato.render import Renderer
 from ostinato.workers.remote import WorkerLost
@@ -208,7 +207,9 @@ def make_sampler_decoder(section: EngineSection, decoder: Decoder, kernels: Kern
     weights = Weights(section.weights)
     sampler = quantise(decoder, weights)
     if sampler is not decoder:
-        copy_mb, model_mb = (size / 1e6 for size in (own_bytes(sampler, decoder), own_bytes(decoder)))
+        copy_mb, model_mb = (
+            size / 1e6 for size in (count_own_bytes(sampler, decoder), count_own_bytes(decoder))
+        )
         is_fast = kernels is not None and (kernels.fast_codes or weights is Weights.INT8)
         note = "" if is_fast else "; on this machine they save memory and cost time"
         logger.info(
@@ -240,11 +241,11 @@ def choose_sampler_kernels(recipe: Recipe, decoder: Decoder) -> Kernels | CudaKe
         return None
     from ostinato.engine.proof import prove_kernels
     from ostinato.model.cuda import CUDA_OPS, EXACT_OPS, CudaKernels
-    from ostinato.model.cuda.graphs import cuda_graphs
+    from ostinato.model.cuda.graphs import make_graph_factory
 
     exact = recipe.model.exact
     proven, reason = prove_kernels(
-        decoder, CudaKernels(EXACT_OPS if exact else CUDA_OPS, cuda_graphs(), exact)
+        decoder, CudaKernels(EXACT_OPS if exact else CUDA_OPS, make_graph_factory(), exact)
     )
     if proven is None and exact:
         raise ValueError(f"model.exact is true, but {reason}; set it to false")
@@ -285,10 +286,10 @@ def choose_exact_card_ops(section: EngineSection, decoder: Decoder) -> Ops:
         raise ValueError("model.exact is true with a router of groups, which no kernel has; set it to false")
     if not _can_run_triton(section, decoder):
         raise ValueError(f"model.exact is true, but Triton does not run on {decoder.device}; set it to false")
-    from ostinato.model.cuda import exact_training
+    from ostinato.model.cuda import make_exact_training_ops
     from ostinato.model.cuda.proof import prove_ops
 
-    ops, faults = prove_ops(decoder, exact_training())
+    ops, faults = prove_ops(decoder, make_exact_training_ops())
     if faults:
         raise ValueError(f"model.exact is true, but {faults[0].partition(';')[0]}; set it to false")
     return ops

@@ -24,10 +24,10 @@ from ostinato.config import Recipe
 from ostinato.config.fields import without_folders
 from ostinato.config.sections import MemorySection, RolloutSection
 from ostinato.config.tasks import VERIFIERS, OneTask, TaskSection
-from ostinato.env.custom import SEEDS, EnvEpisode, new_factory, seeds
+from ostinato.env.custom import SEEDS, EnvEpisode, make_factory, make_seed_prompts
 from ostinato.env.dialogue import ChatRenderer, Dialogue
 from ostinato.env.mixture import Mixture, count_places, label_prompts
-from ostinato.env.rows import with_columns
+from ostinato.env.rows import add_columns
 from ostinato.env.tasks import Rows, add_system_prompt, check_disjoint, check_params, load_tasks
 from ostinato.env.tools import Tool, resolve_tools
 from ostinato.launch.checks import check_columns, check_recipe, check_solvable, warn_of_control_tokens
@@ -39,10 +39,10 @@ from ostinato.launch.models import load_decoder
 from ostinato.launch.trainer import check_teacher
 from ostinato.model.config import read_config
 from ostinato.model.decoder import Decoder
-from ostinato.model.named import model_folder
+from ostinato.model.named import find_model_folder
 from ostinato.protocols import Engine, Env, Grader, Tasks
 from ostinato.render import Renderer
-from ostinato.reward.own_answers import spread, warnings_of
+from ostinato.reward.own_answers import make_warnings, spread_prompts
 from ostinato.reward.workers import JUDGE, WorkerGrader
 from ostinato.rollout.interrupt import Interruption
 from ostinato.rollout.rollout import RolloutContext, close_env, start_env
@@ -101,7 +101,7 @@ def prepare_inputs(recipe: Recipe, *, training: bool) -> RunInputs:
     algorithm = check_recipe(recipe)
     for name in recipe.task.by_name:
         check_solvable(recipe.judges(name))
-    folder = model_folder(recipe.model.path)
+    folder = find_model_folder(recipe.model.path)
     renderer = Renderer(folder, template_kwargs=recipe.model.chat_template_kwargs)
     if training:
         check_teacher(recipe, algorithm, renderer)
@@ -174,7 +174,7 @@ def read_downstream_prompts(recipe: Recipe, train: Sequence[Prompt]) -> dict[str
         n, system = section.n or None, tasks[task_name].system_prompt
         try:
             rows = load_tasks(section.source, section.split, seed, n, section.params, system)
-            sets[name] = label_prompts(with_columns(rows, tasks[task_name].columns), task_name)
+            sets[name] = label_prompts(add_columns(rows, tasks[task_name].columns), task_name)
             if section.source in {task.source for task in tasks.values()}:
                 check_disjoint(train, sets[name])
         except ValueError as error:
@@ -192,7 +192,7 @@ def try_rewards(grader: WorkerGrader, sets: Iterable[Sequence[Prompt]], renderer
     tasks = [rows for prompts in sets for rows in group_by_task(prompts).values()]
     warnings = [warning for rows in tasks for warning in grader.check(rows[0], encode)]
     for rows in tasks:
-        warnings += warnings_of(grader.own_verdicts(spread(rows), encode))
+        warnings += make_warnings(grader.iterate_own_verdicts(spread_prompts(rows), encode))
     return list({warning.partition("\n")[0]: warning for warning in warnings}.values())
 
 
@@ -216,7 +216,7 @@ def read_prompts(recipe: Recipe, split: str, n: int | None) -> list[Prompt]:
     for name, task in section.by_name.items():
         try:
             rows = _read_rows(task, split, section.seed, sizes.get(name, task.n_train or None))
-            prompts_of_tasks += label_prompts(with_columns(rows, task.columns), name)
+            prompts_of_tasks += label_prompts(add_columns(rows, task.columns), name)
         except ValueError as error:
             if not name:
                 raise
@@ -241,8 +241,8 @@ def _read_rows(task: OneTask, split: str, seed: int, n: int | None) -> list[Prom
         return load_tasks(task.source, split, seed, n, task.params, task.system_prompt)
     if n is None:
         raise ValueError(f"task.n_train is 0; task.source {SEEDS!r} is endless, say how many prompts to draw")
-    factory = new_factory(task.env, task.env_params) if task.env else None
-    rows = seeds(factory, task.env, split, seed, n)
+    factory = make_factory(task.env, task.env_params) if task.env else None
+    rows = make_seed_prompts(factory, task.env, split, seed, n)
     return [add_system_prompt(row, task.system_prompt) for row in rows] if task.system_prompt else rows
 
 
@@ -493,7 +493,7 @@ def _new_task_factory(
     new_memory = load_app("task.memory")(memory, renderer, counters) if task.memory else None
     if agents is not None:
         return agents.episodes(task, counters, new_memory)
-    factory, opening = new_factory(task.env, task.env_params) if task.env else None, asyncio.Lock()
+    factory, opening = make_factory(task.env, task.env_params) if task.env else None, asyncio.Lock()
 
     def episode(prompt: Prompt) -> Env:
         words = new_memory().renderer(renderer) if new_memory else renderer

@@ -19,7 +19,7 @@ from ostinato import __version__, compiler, isa
 from ostinato.config import ModelSection, Recipe
 from ostinato.engine.threads import Products, Threads, configure
 from ostinato.model.config import NotNative, read_config
-from ostinato.model.named import local_folder, model_folder
+from ostinato.model.named import find_local_folder, find_model_folder
 from ostinato.run import Jsonl, RunFolder
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def configure_threads(recipe: Recipe) -> Threads:
     backend."""
     section = recipe.model
     is_native = section.backend != "transformers"
-    if (folder := local_folder(section.path)) is not None and is_native:
+    if (folder := find_local_folder(section.path)) is not None and is_native:
         is_native = section.backend == "native" or choose_backend(folder)[0] == "native"
         if is_native:
             read_config(folder)
@@ -164,7 +164,7 @@ def resolve_backend(recipe: Recipe) -> Recipe:
     transformers.
     """
     if recipe.model.backend == "auto":
-        name, reason = choose_backend(model_folder(recipe.model.path))
+        name, reason = choose_backend(find_model_folder(recipe.model.path))
         if name != "native":
             logger.info(f"model.backend auto: {name}; {reason}")
         section = recipe.model.model_copy(update={"backend": name})
@@ -222,7 +222,7 @@ def resolve_auto(recipe: Recipe, *, run: Path | None = None, warn: bool = False)
     if warn and model.backend == "native" and recipe.adapter.kind != "full" and choose_device(model) == "cpu":
         from ostinato.engine import products
 
-        config = read_config(model_folder(model.path))
+        config = read_config(find_model_folder(model.path))
         if advice := products.explain_slow_dtype(
             config, model.dtype, native=native, fp32_head=model.fp32_head
         ):
@@ -239,7 +239,7 @@ def _choose_dtype(recipe: Recipe) -> tuple[str, str]:
     model, device = recipe.model, choose_device(recipe.model)
     if model.backend == "transformers":  # on a CPU backward of torch's own layers is fast in float32
         return ("float32" if device == "cpu" else "bfloat16"), f"a model of transformers on {device}"
-    config = read_config(model_folder(model.path))
+    config = read_config(find_model_folder(model.path))
     choice = products.choose_dtype(
         config, device=device, native=recipe.engine.native, fp32_head=model.fp32_head
     )

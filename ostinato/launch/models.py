@@ -48,9 +48,9 @@ def load_decoder(
         return load_transformers(folder, dtype=dtype, device=device)
     if shared and device == "cpu":
         assert share is None
-        from ostinato.model.shared import shared_model  # Linux only
+        from ostinato.model.shared import load_shared_model  # Linux only
 
-        return shared_model(folder, dtype, storage=storage, fp32_head=section.fp32_head)
+        return load_shared_model(folder, dtype, storage=storage, fp32_head=section.fp32_head)
     return load_model(
         folder, dtype=dtype, device=device, storage=storage, fp32_head=section.fp32_head, share=share
     )
@@ -63,7 +63,7 @@ def read_facts(section: ModelSection, folder: Path) -> Facts:
     name = choose_backend(folder)[0] if section.backend == "auto" else section.backend
     if name == "native":
         config = read_config(folder)
-        return config if choose_device(section) == "cpu" else config.within_window
+        return config if choose_device(section) == "cpu" else config.windowless_config
     from ostinato.hf.facts import ModelFacts
 
     return ModelFacts.read(folder)

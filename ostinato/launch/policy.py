@@ -16,8 +16,8 @@ from ostinato.env.rows import to_chat
 from ostinato.env.tasks import add_system_prompt
 from ostinato.launch.machine import configure_threads, resolve_auto
 from ostinato.launch.models import load_decoder, load_newest_checkpoint, load_recipe
-from ostinato.model.generation import sampling_defaults
-from ostinato.model.named import model_folder
+from ostinato.model.generation import read_sampling_defaults
+from ostinato.model.named import find_model_folder
 from ostinato.run import Jsonl
 from ostinato.types import Prompt, Request, Sampling, Stop
 
@@ -57,7 +57,7 @@ def load_policy(target: str, *overrides: str, adapter: str = "") -> Policy:
     recipe, run = load_recipe(target, *overrides)
     check_adapter(run, adapter)
     recipe = resolve_auto(recipe)
-    folder = model_folder(recipe.model.path)
+    folder = find_model_folder(recipe.model.path)
     renderer = Renderer(folder, template_kwargs=recipe.model.chat_template_kwargs)
     _ = renderer.stop_tokens  # raises for a chat template that writes nothing, before anything is served
     decoder = load_decoder(recipe.model, folder)
@@ -152,7 +152,7 @@ def load_trained(recipe: Recipe, run: RunFolder, decoder: Base) -> tuple[int, Ad
             f"run {run.path} has no checkpoint yet; let it train first: ostinato resume {run.path}"
         )
     trainer.restore(checkpoint.tensors, checkpoint.state["trainer"])
-    decoder.trainable(False)
+    decoder.set_trainable(False)
     return checkpoint.step, trainer.adapters()
 
 
@@ -199,7 +199,7 @@ class SamplingOptions:
 
     def make_sampling(self, policy: Policy) -> Sampling:
         """Make the sampling parameters; top_k and min_p are always the model's."""
-        defaults = sampling_defaults(policy.folder)
+        defaults = read_sampling_defaults(policy.folder)
         return Sampling(
             temperature=defaults.temperature if self.temperature is None else self.temperature,
             top_p=defaults.top_p if self.top_p is None else self.top_p,

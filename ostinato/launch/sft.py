@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from ostinato.config import Recipe, check_files, dump_toml
-from ostinato.env.answers import CHATS, example, load_rows, pair
+from ostinato.env.answers import CHATS, encode_example, encode_pair, load_rows
 from ostinato.env.tasks import shuffle_order
 from ostinato.launch import RunFailed
 from ostinato.launch.checks import check_recipe, warn_of_control_tokens
@@ -34,8 +34,8 @@ from ostinato.launch.progress import check_writers, open_writers
 from ostinato.launch.session import check_steps, open_new_folder, open_run_folder
 from ostinato.launch.trainer import new_adapters
 from ostinato.lock import hold_lock
-from ostinato.model.named import model_folder
-from ostinato.model.peft_io import base_fingerprint
+from ostinato.model.named import find_model_folder
+from ostinato.model.peft_io import compute_base_fingerprint
 from ostinato.pipeline.signals import StopSignals, raise_at_sigterm
 from ostinato.pipeline.state import Finish
 from ostinato.render import Renderer
@@ -81,7 +81,7 @@ def _run_session(recipe: Recipe, path: Path, *, is_resumed: bool) -> tuple[Path,
     ``train_supervised``."""
     _check_recipe(recipe)
     recipe = resolve_auto(recipe, run=path if is_resumed else None, warn=True)
-    folder = model_folder(recipe.model.path)
+    folder = find_model_folder(recipe.model.path)
     train, held_out = read_rows(recipe, folder)
     if epochs := recipe.sft.epochs:
         steps = math.ceil(epochs * len(train) / recipe.sft.rows_per_step)
@@ -107,7 +107,7 @@ def _train(
         tokens_per_microbatch=recipe.trainer.tokens_per_microbatch,
         recompute=recipe.trainer.recompute,
     )
-    base = "" if adapters is None else base_fingerprint(decoder)
+    base = "" if adapters is None else compute_base_fingerprint(decoder)
     loop = _Loop(recipe, train, held_out, learner, identity_of(decoder, adapters, base))
     run, resume_hint = (
         open_run_folder(path, dump_toml(recipe), is_resumed),
@@ -118,7 +118,7 @@ def _train(
     log.info(f"rows         {len(train)} to train on, {len(held_out)} held out")
     try:
         why = asyncio.run(loop.run(run, is_resumed=is_resumed))
-        decoder.trainable(False)
+        decoder.set_trainable(False)
         write_policy(decoder, adapters, folder, run.adapter, recipe.model.path)
     except KeyboardInterrupt as stop:
         stop.args = (f"what was saved is in {path}, {resume_hint}",)
@@ -158,9 +158,9 @@ def read_rows(recipe: Recipe, folder: Path) -> tuple[Rows, Rows]:
         table = load_rows(task.source, split, task.seed, n, task.params)
         for location, row in table:
             if recipe.sft.loss == "dpo":
-                examples = pair(renderer, row, location, context=context)
+                examples = encode_pair(renderer, row, location, context=context)
             else:
-                examples = (example(renderer, row, location, context=context, turns=turns),)
+                examples = (encode_example(renderer, row, location, context=context, turns=turns),)
             for item in examples:
                 check_tokens(item.tokens, location, renderer, config.vocab_size)
             examples_rows.append(tuple(make_row(item.tokens, item.mask) for item in examples))

@@ -22,8 +22,8 @@ from ostinato.model.base import Base
 from ostinato.model.config import ModelConfig, read_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters, init_adapters
-from ostinato.model.named import model_folder
-from ostinato.model.peft_io import Saved, load_peft, read_peft
+from ostinato.model.named import find_model_folder
+from ostinato.model.peft_io import SavedAdapter, load_peft, read_peft
 from ostinato.model.share import Share
 from ostinato.parallel.collectives import Mesh
 from ostinato.parallel.layout import Layout
@@ -52,7 +52,7 @@ def new_adapters(recipe: Recipe, decoder: Base) -> Adapters | None:
     if recipe.adapter.kind == "lora":
         return init_adapters(decoder.config, make_adapter_spec(recipe.adapter), recipe.seed, decoder.device)
     _check_full_dtype(recipe.model)
-    decoder.trainable(True)
+    decoder.set_trainable(True)
     return None
 
 
@@ -89,7 +89,7 @@ def new_sharded_trainer(
     torch.distributed is initialised. ``decoder``: the whole model if it is already loaded; if None, this rank
     loads its own shares. ``on_refused`` is used on rank 0 alone. ``ready`` is called after loading, and waits
     for the other ranks. Raises ValueError for an adapter.path of another base or size."""
-    section, folder = recipe.parallel, model_folder(recipe.model.path)
+    section, folder = recipe.parallel, find_model_folder(recipe.model.path)
     layout, config = Layout.parse(section.layout), read_config(folder)
     placement = read_placement(Path(section.placement), layout.expert) if section.placement else None
     own_shares = shares_of(layout, config, rank, placement)
@@ -101,7 +101,7 @@ def new_sharded_trainer(
     adapters = _shard_adapters(recipe, config, own_shares, saved)
     if adapters is None:
         for part in parts:
-            part.trainable(True)
+            part.set_trainable(True)
     ready()  # a mesh waits for all ranks, too, but not for as long as some may take to load
     mesh = Mesh(layout, parts[0].device, timeout_s=section.timeout_s)
     trainer = sharded_trainer(
@@ -119,7 +119,7 @@ def new_sharded_trainer(
 
 
 def _shard_adapters(
-    recipe: Recipe, config: ModelConfig, own_shares: Sequence[Share], saved: Saved | None
+    recipe: Recipe, config: ModelConfig, own_shares: Sequence[Share], saved: SavedAdapter | None
 ) -> Adapters | None:
     """Make a rank's shares of the adapters, of ``saved`` or new ones. None for full training; then raises
     ValueError for another dtype than float32."""
@@ -224,7 +224,7 @@ def _connect_teacher(section: TeacherSection) -> TeacherAt:
 
 def _check_tokens(name: str, student: str, renderer: Renderer) -> None:
     """Raises ValueError if the teacher ``name`` has another vocabulary, or fewer logits, than the student."""
-    folder = model_folder(name)
+    folder = find_model_folder(name)
     student_vocab, teacher_vocab = (
         source.tokenizer.get_vocab(with_added_tokens=True) for source in (renderer, Renderer(folder))
     )
@@ -252,7 +252,7 @@ def new_teacher(recipe: Recipe, decoder: Decoder) -> Teacher | None:
         return None
     if section.model:
         model = recipe.model.model_copy(update={"path": section.model})
-        decoder = load_decoder(model, model_folder(section.model))
+        decoder = load_decoder(model, find_model_folder(section.model))
     adapters = load_peft(find_adapter_folder(section.adapter), decoder) if section.adapter else None
     ops = choose_training_ops(recipe, decoder)
     return local_teacher(decoder, adapters, temperature=recipe.rollout.temperature, ops=ops)

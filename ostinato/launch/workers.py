@@ -18,9 +18,9 @@ from ostinato.launch.engine import new_engine, shares_base
 from ostinato.launch.inputs import find_longest_answer
 from ostinato.launch.models import load_decoder
 from ostinato.launch.trainer import make_refused_saver, new_adapters, new_teacher, new_trainer
-from ostinato.model.named import model_folder
-from ostinato.model.shared import sweep
-from ostinato.model.wire import unpack
+from ostinato.model.named import find_model_folder
+from ostinato.model.shared import sweep_copies
+from ostinato.model.wire import unpack_adapters
 from ostinato.render import Renderer
 from ostinato.train.remote import TrainerServer
 from ostinato.types import HistoryEntry
@@ -38,7 +38,9 @@ def sampler(recipe: str, name: str, history: str = "") -> SamplerServer:
     need = compute_step_need(parsed, find_longest_answer(parsed.rollout, renderer)[0])
     engine = new_engine(parsed, decoder, renderer, memory, need=need, name=name)
     remember = None if memory is None else HistoryRecorder(memory)
-    return SamplerServer(engine, name, lambda payload: unpack(payload, decoder.config), remember=remember)
+    return SamplerServer(
+        engine, name, lambda payload: unpack_adapters(payload, decoder.config), remember=remember
+    )
 
 
 def trainer(recipe: str, refused: str) -> TrainerServer:
@@ -66,6 +68,6 @@ class HistoryRecorder:
 def _read_recipe(recipe: str) -> tuple[Recipe, Path]:
     """Parse the recipe and find its model; returns (recipe, folder of the model on this host). Copies of
     models that no process holds are deleted."""
-    sweep()  # a killed run may have left some on this host
+    sweep_copies()  # a killed run may have left some on this host
     parsed = Recipe.parse(tomllib.loads(recipe))
-    return parsed, model_folder(parsed.model.path)
+    return parsed, find_model_folder(parsed.model.path)

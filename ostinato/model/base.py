@@ -75,19 +75,19 @@ class Base(Protocol):
         ops: Ops = ...,
         recompute: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """See ``Decoder.forward``."""
+        """Compute what ``Decoder.forward`` describes."""
         ...
 
     def logits(self, hidden: Tensor, *, ops: Ops = ...) -> Tensor:
-        """[R, D] -> [R, V]."""
+        """Compute the logits [R, V] of hidden states [R, D]."""
         ...
 
     def flops(self, adapter: AdapterSpec | None, **options: bool) -> FlopModel:
-        """See ``FlopModel.of``."""
+        """Return the FLOPs that ``FlopModel.of`` describes."""
         ...
 
     def parameters(self) -> Iterator[Any]: ...
 
     def named_parameters(self) -> Iterator[tuple[str, Any]]: ...
 
-    def trainable(self, on: bool) -> Any: ...
+    def set_trainable(self, on: bool) -> Any: ...

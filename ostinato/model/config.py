@@ -1,7 +1,8 @@
 """Read a Hugging Face ``config.json`` into a ``ModelConfig``.
 
-Every key of the file is understood, known not to change the function, or refused by name: a model either is
-exactly the model that was trained, or does not load. No torch here.
+Every key of the file is read, known not to change the function, or refused: a model either is exactly the
+model that was trained, or does not load. Every function that reads keys raises ValueError for a wrong value,
+and NotNative for what this decoder does not compute. No torch here.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from ostinato.inputs import parse_json
-from ostinato.model.config_keys import quantisation_of, unknown_keys
+from ostinato.model.config_keys import find_unknown_keys, read_quantisation
 from ostinato.model.weight_files import has_own_head
 
 
 class NotNative(ValueError):
-    """A valid model that this decoder does not compute."""
+    """The model is valid, but this decoder does not compute it."""
 
 
 class RopeType(StrEnum):
@@ -107,7 +108,7 @@ class MLAConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A decoder of one of the supported families. ``raw`` is the file, written back unchanged on save."""
+    """A decoder of one of the supported families. ``raw`` is the content of config.json, for saving."""
 
     model_type: str
     vocab_size: int
@@ -152,25 +153,26 @@ class ModelConfig:
     def num_moe_layers(self) -> int:
         return len(self.moe.layers) if self.moe else 0
 
-    def window_of(self, layer: int) -> int | None:
+    def get_window(self, layer: int) -> int | None:
         return self.window if layer in self.local_layers else None
 
     @property
-    def within_window(self) -> ModelConfig:
-        """The model for contexts up to the window, where attention is full: for kernels without a window."""
+    def windowless_config(self) -> ModelConfig:
+        """The model with contexts of at most the window, so that attention is full; itself without a
+        window."""
         if self.window is None:
             return self
         return replace(self, window=None, max_positions=self.window)
 
 
 # Larger sizes are mistakes: the largest models have a tenth of these. Memory is checked against the weights.
-_MOST = 2**24
-_LARGEST = 1e30
-_ORIGINAL = "original_max_position_embeddings"
-_MOST_OF = {"num_hidden_layers": 10_000}
+_MAX_SIZE = 2**24
+_MAX_NUMBER = 1e30
+_CONTEXT = "original_max_position_embeddings"
+_MAX_SIZES = {"num_hidden_layers": 10_000}
 
 # What transformers assumes when a key is absent from the file.
-_COMMON = {"hidden_act": "silu", "initializer_range": 0.02, "tie_word_embeddings": False}
+_COMMON_DEFAULTS = {"hidden_act": "silu", "initializer_range": 0.02, "tie_word_embeddings": False}
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {
         "rms_norm_eps": 1e-6,
@@ -244,11 +246,9 @@ _QK_NORM = {"gemma3_text": QKNorm.HEAD, "qwen3": QKNorm.HEAD, "qwen3_moe": QKNor
 
 
 def read_config(folder: str | Path) -> ModelConfig:
-    """Read the configuration of the Hugging Face model in ``folder``. If config.json ties the head but the
-    weights have a head of its own, that is used, as in transformers, with a warning.
-
-    Raises ValueError, in one sentence, for a missing or broken file and for anything unsupported.
-    """
+    """Read the configuration of the Hugging Face model in ``folder``. If config.json ties the head to the
+    embedding but the weights have a different head, that is used, as in transformers, with a warning. Raises
+    ValueError, in one sentence, for a missing or broken file, and as ``parse_config`` does."""
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise ValueError(f"{path} does not exist; give a folder with a Hugging Face config.json")
@@ -269,13 +269,11 @@ def read_config(folder: str | Path) -> ModelConfig:
 
 
 def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
-    """Make a ModelConfig from the content of a ``config.json``.
-
-    Accepts transformers v5 (``rope_parameters``) and earlier (``rope_theta``, ``rope_scaling``) forms.
-    Raises ValueError naming the field, its value and the fix.
-    """
+    """Make a ModelConfig from the content of a ``config.json``, in the form of transformers v5
+    (``rope_parameters``) or an earlier one (``rope_theta``, ``rope_scaling``). Raises ValueError or NotNative
+    with field, value and fix."""
     family = _find_family(raw)
-    c = {**_COMMON, **_DEFAULTS[family], **raw}
+    c = {**_COMMON_DEFAULTS, **_DEFAULTS[family], **raw}
     _refuse_unknown(c, family)
     _refuse_unsupported(c, family)
     heads = _read_size(c, "num_attention_heads")
@@ -301,15 +299,15 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         max_positions=_read_size(c, "max_position_embeddings"),
-        rms_norm_eps=_read_number(c, "rms_norm_eps", most=1.0, above=0.0),
+        rms_norm_eps=_read_number(c, "rms_norm_eps", maximum=1.0, floor=0.0),
         tie_embeddings=_read_flag(c, "tie_word_embeddings"),
         rope=rope,
         qkv_bias=attention_bias or family == "qwen2",
         o_bias=attention_bias,
         mlp_bias=_read_flag(c, "mlp_bias"),
         qk_norm=_QK_NORM.get(family, QKNorm.NONE),
-        clip_qkv=None if c.get("clip_qkv") is None else _read_number(c, "clip_qkv", above=0.0),
-        initializer_range=_read_number(c, "initializer_range", least=0.0),
+        clip_qkv=None if c.get("clip_qkv") is None else _read_number(c, "clip_qkv", floor=0.0),
+        initializer_range=_read_number(c, "initializer_range", minimum=0.0),
         moe=_read_moe(c, family),
         mla=mla,
         **_read_local(c, family),
@@ -319,14 +317,14 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def _read_gemma(c: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that only Gemma 3 sets (arXiv 2503.19786 section 2)."""
+    """Read the fields that only Gemma 3 sets (arXiv 2503.19786 section 2)."""
     return {
         "activation": Activation(c["hidden_activation"]),
         "norm_offset": 1.0,
         "post_norms": True,
         "embed_scale": _read_size(c, "hidden_size") ** 0.5,
-        "attention_scale": _read_number(c, "query_pre_attn_scalar", above=0.0) ** -0.5,
-        "local_rope": _read_rope_of(c, "sliding_attention", "rope_local_base_freq"),
+        "attention_scale": _read_number(c, "query_pre_attn_scalar", floor=0.0) ** -0.5,
+        "local_rope": _read_kind_rope(c, "sliding_attention", "rope_local_base_freq"),
     }
 
 
@@ -340,9 +338,9 @@ def _find_family(raw: Mapping[str, Any]) -> str:
 
 
 def _refuse_unknown(c: Mapping[str, Any], family: str) -> None:
-    """Raise NotNative for a key that is set, not understood, and by its name changes the function."""
-    quantisation_of(c)
-    for key in unknown_keys(c, family):
+    """Refuse unsupported quantisation, and keys that are not read and by their names change the function."""
+    read_quantisation(c)  # only for its ValueError
+    for key in find_unknown_keys(c, family):
         fix = "remove the key from config.json if it does not change what the model computes"
         raise NotNative(f"{key} is {c[key]!r}, which this decoder does not know for {family}; {fix}")
 
@@ -367,19 +365,19 @@ def _refuse_unsupported(c: Mapping[str, Any], family: str) -> None:
 
 
 def _read_local(c: Mapping[str, Any], family: str) -> dict[str, Any]:
-    """The fields ``local_layers`` and ``window``; empty without local layers."""
+    """Read ``local_layers`` and ``window``; {} without local layers, or where the window has no effect."""
     depth = _read_size(c, "num_hidden_layers")
     if family in ("llama", "olmoe", "deepseek_v3"):
         return {}
     window = None if c.get("sliding_window") is None else _read_size(c, "sliding_window")
-    if kinds := c.get("layer_types"):
+    if types := c.get("layer_types"):
         supported = {"sliding_attention", "full_attention"}
-        if not isinstance(kinds, list) or len(kinds) != depth or not supported.issuperset(kinds):
+        if not isinstance(types, list) or len(types) != depth or not supported.issuperset(types):
             raise NotNative(
-                f"layer_types is {kinds!r}; this decoder has {' and '.join(sorted(supported))}, for each of "
+                f"layer_types is {types!r}; this decoder has {' and '.join(sorted(supported))}, for each of "
                 f"{depth} layers"
             )
-        layers = tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention")
+        layers = tuple(i for i, kind in enumerate(types) if kind == "sliding_attention")
     elif family == "gemma3_text":
         period = _read_size(c, "sliding_window_pattern")
         layers = tuple(i for i in range(depth) if (i + 1) % period)
@@ -391,27 +389,27 @@ def _read_local(c: Mapping[str, Any], family: str) -> dict[str, Any]:
         return {}
     if window is not None and window >= _read_size(c, "max_position_embeddings"):
         window = None
-    has_rope = family == "gemma3_text"  # a rope of their own, with or without a window
-    return {"local_layers": layers, "window": window} if layers and (has_rope or window) else {}
+    has_own_rope = family == "gemma3_text"  # of local layers, with or without a window
+    return {"local_layers": layers, "window": window} if layers and (has_own_rope or window) else {}
 
 
-def _read_rope_of(c: Mapping[str, Any], kind: str, theta: str) -> RopeConfig:
-    """The rope of the layers of one kind; the old ``rope_scaling`` does not apply to it."""
+def _read_kind_rope(c: Mapping[str, Any], kind: str, theta_key: str) -> RopeConfig:
+    """Read the rope of one kind of layers, whose base is the key ``theta_key``, without ``rope_scaling``."""
     parameters = (c.get("rope_parameters") or {}).get(kind)
-    return _read_rope({**c, "rope_parameters": parameters, "rope_scaling": None, "rope_theta": c[theta]})
+    return _read_rope({**c, "rope_parameters": parameters, "rope_scaling": None, "rope_theta": c[theta_key]})
 
 
 def _read_rope(c: Mapping[str, Any]) -> RopeConfig:
-    """The rope in either form. Raises ValueError where both are given and differ: transformers then takes
+    """Read the rope in the new or the old form. Forms that differ are refused: transformers then takes
     ``rope_scaling`` and drops ``rope_theta`` of ``rope_parameters``, so it is unclear what was trained."""
-    new, old = c.get("rope_parameters"), c.get("rope_scaling")
-    if isinstance(new, Mapping) and "full_attention" in new:  # by kinds of layers
-        new = new["full_attention"]
-    rope = _parse_rope(c, new or old or {})
-    if new and old and _parse_rope(c, old) != rope:
+    form, old_form = c.get("rope_parameters"), c.get("rope_scaling")
+    if isinstance(form, Mapping) and "full_attention" in form:  # by kinds of layers
+        form = form["full_attention"]
+    rope = _parse_rope(c, form or old_form or {})
+    if form and old_form and _parse_rope(c, old_form) != rope:
         raise ValueError(
-            f"rope_scaling is {old!r} and rope_parameters {new!r}, which disagree; put all of it, rope_theta "
-            "too, into rope_parameters, and remove rope_scaling"
+            f"rope_scaling is {old_form!r} and rope_parameters {form!r}, which disagree; put all of it, "
+            "rope_theta too, into rope_parameters, and remove rope_scaling"
         )
     return rope
 
@@ -427,22 +425,22 @@ def _parse_rope(c: Mapping[str, Any], scaling: Any) -> RopeConfig:
     if scaling.pop("partial_rotary_factor", 1.0) != 1.0:
         raise NotNative("partial_rotary_factor in rope_parameters is not 1.0; only 1.0 is supported")
     thetas = (scaling.pop("rope_theta", None), c.get("rope_theta"), 10000.0)
-    theta = _read_number({"rope_theta": next(t for t in thetas if t is not None)}, "rope_theta", above=1.0)
+    theta = _read_number({"rope_theta": next(t for t in thetas if t is not None)}, "rope_theta", floor=1.0)
     rope_type = RopeType(name)
     if rope_type == RopeType.DEFAULT:
         return RopeConfig(theta=theta)
     scaling = {key: value for key, value in scaling.items() if value is not None}
     max_positions = _read_size(c, "max_position_embeddings")
-    positions = _read_size({_ORIGINAL: scaling.pop(_ORIGINAL, max_positions)}, _ORIGINAL)
-    factor = _read_number({"factor": scaling.pop("factor", max_positions / positions)}, "factor", least=1.0)
-    allowed = {
+    positions = _read_size({_CONTEXT: scaling.pop(_CONTEXT, max_positions)}, _CONTEXT)
+    factor = _read_number({"factor": scaling.pop("factor", max_positions / positions)}, "factor", minimum=1.0)
+    allowed_keys = {
         RopeType.LINEAR: (),
         RopeType.LLAMA3: ("low_freq_factor", "high_freq_factor"),
         RopeType.YARN: ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
     }[rope_type]
-    if unknown := sorted(set(scaling) - set(allowed)):
+    if extra_keys := sorted(set(scaling) - set(allowed_keys)):
         raise ValueError(
-            f"rope_parameters has {unknown[0]} = {scaling[unknown[0]]!r}, unknown for {name}; remove it"
+            f"rope_parameters has {extra_keys[0]} = {scaling[extra_keys[0]]!r}, unknown for {name}; remove it"
         )
     rope = RopeConfig(
         rope_type=rope_type,
@@ -451,7 +449,7 @@ def _parse_rope(c: Mapping[str, Any], scaling: Any) -> RopeConfig:
         original_max_positions=positions,
         truncate=bool(scaling.pop("truncate", True)),
         **{
-            k: _read_number(scaling, k, least=0.0) if "mscale" in k else _read_number(scaling, k, above=0.0)
+            k: _read_number(scaling, k, minimum=0.0) if "mscale" in k else _read_number(scaling, k, floor=0.0)
             for k in scaling
         },
     )
@@ -481,12 +479,12 @@ def _read_mla(c: Mapping[str, Any]) -> MLAConfig:
 def _read_moe(c: Mapping[str, Any], family: str) -> MoEConfig | None:
     depth = _read_size(c, "num_hidden_layers")
     if family == "qwen3_moe":
-        step, dense = _read_size(c, "decoder_sparse_step"), _read_indices(c, "mlp_only_layers")
+        period, dense_layers = _read_size(c, "decoder_sparse_step"), _read_indices(c, "mlp_only_layers")
         moe = MoEConfig(
             num_experts=_read_experts(c, "num_experts", "num_local_experts"),
             top_k=_read_size(c, "num_experts_per_tok"),
             intermediate_size=_read_size(c, "moe_intermediate_size"),
-            layers=tuple(i for i in range(depth) if i not in dense and (i + 1) % step == 0),
+            layers=tuple(i for i in range(depth) if i not in dense_layers and (i + 1) % period == 0),
             norm_topk=_read_flag(c, "norm_topk_prob"),
         )
     elif family in ("mixtral", "olmoe"):
@@ -507,31 +505,32 @@ def _read_moe(c: Mapping[str, Any], family: str) -> MoEConfig | None:
 
 
 def _read_deepseek_moe(c: Mapping[str, Any], depth: int) -> MoEConfig:
-    first, period = _read_count(c, "first_k_dense_replace"), _read_size(c, "moe_layer_freq")
-    groups, topk_groups = max(1, _read_count(c, "n_group")), max(1, _read_count(c, "topk_group"))
-    experts = _read_experts(c, "n_routed_experts", "num_local_experts")
-    if experts % groups or (groups > 1 and experts // groups < 2):
+    start, period = _read_count(c, "first_k_dense_replace"), _read_size(c, "moe_layer_freq")
+    num_groups, topk_groups = max(1, _read_count(c, "n_group")), max(1, _read_count(c, "topk_group"))
+    num_experts = _read_experts(c, "n_routed_experts", "num_local_experts")
+    if num_experts % num_groups or (num_groups > 1 and num_experts // num_groups < 2):
         raise ValueError(
-            f"n_group is {groups}; it must cut n_routed_experts ({experts}) into groups of 2 or more"
+            f"n_group is {num_groups}; it must cut n_routed_experts ({num_experts}) into groups of 2 or more"
         )
-    if not 1 <= topk_groups <= groups:
-        raise ValueError(f"topk_group is {topk_groups}; it must be between 1 and n_group ({groups})")
+    if not 1 <= topk_groups <= num_groups:
+        raise ValueError(f"topk_group is {topk_groups}; it must be between 1 and n_group ({num_groups})")
     top_k = _read_size(c, "num_experts_per_tok")
-    if topk_groups * experts // groups < top_k <= experts:  # further experts would be from excluded groups
+    # further experts would be from groups that are not chosen
+    if topk_groups * num_experts // num_groups < top_k <= num_experts:
         raise ValueError(
-            f"num_experts_per_tok is {top_k}; {topk_groups} of {groups} groups hold only "
-            f"{topk_groups * experts // groups} experts"
+            f"num_experts_per_tok is {top_k}; {topk_groups} of {num_groups} groups hold only "
+            f"{topk_groups * num_experts // num_groups} experts"
         )
     width = _read_size(c, "moe_intermediate_size")
     return MoEConfig(
-        num_experts=experts,
+        num_experts=num_experts,
         top_k=top_k,
         intermediate_size=width,
-        layers=tuple(i for i in range(depth) if i >= first and i % period == 0),
+        layers=tuple(i for i in range(depth) if i >= start and i % period == 0),
         scoring=Scoring.SIGMOID,
         norm_topk=_read_flag(c, "norm_topk_prob"),
-        scaling=_read_number(c, "routed_scaling_factor", above=0.0),
-        num_groups=groups,
+        scaling=_read_number(c, "routed_scaling_factor", floor=0.0),
+        num_groups=num_groups,
         topk_groups=topk_groups,
         correction_bias=True,
         shared_intermediate_size=width * _read_count(c, "n_shared_experts"),
@@ -539,7 +538,7 @@ def _read_deepseek_moe(c: Mapping[str, Any], depth: int) -> MoEConfig:
 
 
 def _read_experts(c: Mapping[str, Any], *names: str) -> int:
-    """The number of experts, for which transformers has two names per family."""
+    """Read the number of experts. transformers has two names for it: the first in the file counts."""
     return _read_size(c, next((name for name in names if name in c), names[0]))
 
 
@@ -555,19 +554,19 @@ def _read_number(
     c: Mapping[str, Any],
     key: str,
     *,
-    least: float = -math.inf,
-    above: float = -math.inf,
-    most: float = math.inf,
+    minimum: float = -math.inf,
+    floor: float = -math.inf,
+    maximum: float = math.inf,
 ) -> float:
-    """Read a finite number, of at least ``least``, above ``above`` and of at most ``most``."""
+    """Read a finite number from ``minimum`` to ``maximum`` that is above ``floor``."""
     value = c.get(key)
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise ValueError(f"{key} is {value!r}; config.json needs a number there")
-    if not (abs(value) <= _LARGEST and least <= value <= most and value > above):
+    if not (abs(value) <= _MAX_NUMBER and minimum <= value <= maximum and value > floor):
         bounds = [
-            *([f"of {least:g} or more"] if least > -math.inf else []),
-            *([f"above {above:g}"] if above > -math.inf else []),
-            *([f"up to {most:g}"] if most < math.inf else []),
+            *([f"of {minimum:g} or more"] if minimum > -math.inf else []),
+            *([f"above {floor:g}"] if floor > -math.inf else []),
+            *([f"up to {maximum:g}"] if maximum < math.inf else []),
         ]
         raise ValueError(
             f"{key} is {value!r}; config.json needs a finite number {' and '.join(bounds)} there"
@@ -576,19 +575,19 @@ def _read_number(
 
 
 def _read_size(c: Mapping[str, Any], key: str) -> int:
-    return _read_count(c, key, least=1)
+    return _read_count(c, key, minimum=1)
 
 
-def _read_count(c: Mapping[str, Any], key: str, least: int = 0) -> int:
-    """Read a whole number; with ``least`` 0 a missing key, or null, is 0."""
+def _read_count(c: Mapping[str, Any], key: str, minimum: int = 0) -> int:
+    """Read a whole number of at least ``minimum``. With a minimum of 0 a missing key, or null, is 0."""
     value = c.get(key)
-    if value is None and not least:
+    if value is None and not minimum:
         return 0
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        kind = "a positive integer" if least else "an integer of 0 or more"
-        raise ValueError(f"{key} is {value!r}; config.json needs {kind} there")
-    if value > (largest := _MOST_OF.get(key, _MOST)):
-        raise ValueError(f"{key} is {value}; config.json needs an integer up to {largest} there")
+    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+        expected_kind = "a positive integer" if minimum else "an integer of 0 or more"
+        raise ValueError(f"{key} is {value!r}; config.json needs {expected_kind} there")
+    if value > (max_size := _MAX_SIZES.get(key, _MAX_SIZE)):
+        raise ValueError(f"{key} is {value}; config.json needs an integer up to {max_size} there")
     return value
 
 

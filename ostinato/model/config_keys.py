@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 # Keys that are read, for every family and by family.
-_UNDERSTOOD = (
+_COMMON_KEYS = (
     "model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads"
     " num_key_value_heads head_dim max_position_embeddings rms_norm_eps tie_word_embeddings hidden_act"
     " initializer_range quantization_config rope_theta rope_scaling rope_parameters partial_rotary_factor"
 )
-_UNDERSTOOD_BY = {
+_FAMILY_KEYS = {
     "llama": "attention_bias mlp_bias",
     "mistral": "sliding_window layer_types",
     "gemma3_text": "attention_bias sliding_window sliding_window_pattern _sliding_window_pattern layer_types"
@@ -92,27 +92,29 @@ COMPRESSED = {  # format: (row of model.published.FORMS, type of its numbers, th
 
 
 def _parse_compressed_tensors(form: Mapping[str, Any], checks: dict[str, Any]) -> Quantisation:
-    """Parse ``form``; set in ``checks``, by key, whether its value is understood."""
+    """Parse ``form``. For each key that is checked, store in ``checks`` whether its value is read."""
     groups = (form.get("config_groups") or {}).values()
     weights = [group.get("weights") or {} for group in groups]
     bits: set[Any] = {weight.get("num_bits") for weight in weights}
     name = str(form.get("format"))
-    method, kind, sizes, strategies = COMPRESSED.get(name, ("", "", set[int](), set[str]()))
+    method, number_type, allowed_bits, allowed_strategies = COMPRESSED.get(
+        name, ("", "", set[int](), set[str]())
+    )
     checks["format"] = bool(method) and all(group.get("format") in (None, name) for group in groups)
     checks["config_groups"] = (
         len(bits) == 1
-        and bits <= sizes
-        and all(weight.get("type", "int") == kind for weight in weights)
-        and all(weight.get("strategy", "channel") in strategies for weight in weights)
+        and bits <= allowed_bits
+        and all(weight.get("type", "int") == number_type for weight in weights)
+        and all(weight.get("strategy", "channel") in allowed_strategies for weight in weights)
     )
     checks["transform_config"] = not form.get("transform_config")  # extra linear maps between layers
     checks["sparsity_config"] = (form.get("sparsity_config") or {}).get("format", "dense") == "dense"
     return Quantisation(method=method, bits=bits.pop() if checks["config_groups"] else 0)
 
 
-def quantisation_of(c: Mapping[str, Any]) -> Quantisation | None:
-    """The quantisation in a config.json; None for plain weights. Raises ValueError, naming a key that is not
-    understood."""
+def read_quantisation(c: Mapping[str, Any]) -> Quantisation | None:
+    """Read the quantisation in a config.json; None for plain weights. Raises ValueError, naming a key whose
+    value is not read."""
     form = c.get("quantization_config") or (c.get("text_config") or {}).get("quantization_config")
     if not form:
         return None
@@ -125,14 +127,14 @@ def quantisation_of(c: Mapping[str, Any]) -> Quantisation | None:
         case "fp8" if form.get("weight_block_size") is None:
             quantisation = Quantisation(method="fp8-map")
         case "fp8":
-            size: Any = form["weight_block_size"]
+            block_size: Any = form["weight_block_size"]
             checks["weight_block_size"] = (
-                isinstance(size, list | tuple)
-                and len(size) == 2
-                and all(type(n) is int and n > 0 for n in size)
+                isinstance(block_size, list | tuple)
+                and len(block_size) == 2
+                and all(type(n) is int and n > 0 for n in block_size)
             )
             quantisation = Quantisation(
-                method=method, blocks=tuple(size) if checks["weight_block_size"] else (0, 0)
+                method=method, blocks=tuple(block_size) if checks["weight_block_size"] else (0, 0)
             )
         case "fbgemm_fp8":
             quantisation = Quantisation(method="fp8-rows")
@@ -142,9 +144,12 @@ def quantisation_of(c: Mapping[str, Any]) -> Quantisation | None:
         case "compressed-tensors":
             quantisation = _parse_compressed_tensors(form, checks)
         case "gptq":
-            layout = form.get("checkpoint_format", "gptq")
-            checks |= {"bits": bits in (2, 4, 8), "checkpoint_format": layout in ("gptq", "gptq_v2")}
-            quantisation = Quantisation(method=method, bits=bits, zero_shift=int(layout == "gptq"))
+            checkpoint_format = form.get("checkpoint_format", "gptq")
+            checks |= {
+                "bits": bits in (2, 4, 8),
+                "checkpoint_format": checkpoint_format in ("gptq", "gptq_v2"),
+            }
+            quantisation = Quantisation(method=method, bits=bits, zero_shift=int(checkpoint_format == "gptq"))
         case "awq":
             checks |= {"bits": bits == 4, "version": str(form.get("version", "gemm")).lower() == "gemm"}
             checks["backend"] = form.get("backend", "autoawq") in ("autoawq", "auto")
@@ -154,8 +159,8 @@ def quantisation_of(c: Mapping[str, Any]) -> Quantisation | None:
         case _:
             checks["quant_method"] = False
             quantisation = None
-    for key, is_understood in checks.items():
-        if not is_understood:
+    for key, is_readable in checks.items():
+        if not is_readable:
             raise ValueError(
                 f"quantization_config has {key} = {form.get(key)!r}"
                 + (f" with quant_method {method!r}" if key != "quant_method" else "")
@@ -165,10 +170,10 @@ def quantisation_of(c: Mapping[str, Any]) -> Quantisation | None:
     return quantisation
 
 
-def unknown_keys(c: Mapping[str, Any], family: str) -> Iterator[str]:
-    """The keys that are set and not read for ``family``, and whose names suggest that they change the
-    model."""
-    read_keys = set(f"{_UNDERSTOOD} {_UNDERSTOOD_BY[family]} {_HARMLESS_KEYS} {_SAMPLING_KEYS}".split())
+def find_unknown_keys(c: Mapping[str, Any], family: str) -> Iterator[str]:
+    """Yield the keys that are set, are not read for ``family``, and whose names suggest that they change what
+    the model computes."""
+    read_keys = set(f"{_COMMON_KEYS} {_FAMILY_KEYS[family]} {_HARMLESS_KEYS} {_SAMPLING_KEYS}".split())
     for key, value in c.items():
         if key not in read_keys and value not in (None, False, 0, "", [], {}) and _FUNCTION_WORDS.search(key):
             yield key

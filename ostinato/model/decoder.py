@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ostinato.model.attention import Attend, ProjectedAttend, mla_scale, rope_frequencies
+from ostinato.model.attention import Attend, ProjectedAttend, compute_mla_scale, compute_rope_frequencies
 from ostinato.model.config import Activation, ModelConfig, QKNorm
 from ostinato.model.flops import FlopModel
 from ostinato.model.lora import NO_LORA, Adapters, LayerLora, Lora, Prepared, lora_linear, narrow_linear
 from ostinato.model.moe import check_routing
 from ostinato.model.ops import TORCH_OPS, Ops
 from ostinato.model.shapes import AdapterSpec
-from ostinato.model.share import Share, local_config
+from ostinato.model.share import Share, make_local_config
 from ostinato.model.weights import (
     Attention,
     Block,
@@ -32,9 +32,9 @@ from ostinato.model.weights import (
     Moe,
     Quantised,
     Weight,
-    fill_initial,
-    named_linears,
-    new_block,
+    fill_initial_values,
+    iterate_linears,
+    make_block,
 )
 
 _LATENT_EPS = 1e-6  # of the norms of DeepSeek-V3's latents, whatever rms_norm_eps is
@@ -43,23 +43,21 @@ _LATENT_EPS = 1e-6  # of the norms of DeepSeek-V3's latents, whatever rms_norm_e
 def _recompute_block(
     decoder: Decoder, layer: int, block: Block, residual: Tensor, *args: Any
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Run ``Decoder._run_block`` from the residual alone. Its norm is computed again, so that a checkpoint
-    keeps half as much."""
-    x = args[-1].rms_norm(residual, decoder.gain(block.attn_norm), decoder.config.rms_norm_eps)
+    """Run ``Decoder._run_block`` from the residual alone. The norm of its input is computed again, so that a
+    checkpoint keeps the residual and not the normed input as well."""
+    x = args[-1].rms_norm(residual, decoder.compute_gain(block.attn_norm), decoder.config.rms_norm_eps)
     return decoder._run_block(layer, block, x, residual, *args)
 
 
 class Decoder(nn.Module):
-    """Base weights and the forward pass. Parameters are frozen until ``trainable(True)``.
+    """Base weights and the forward pass. Parameters are frozen, except after ``set_trainable(True)``. The
+    dtype is chosen here or when loading; use ``to`` for devices only."""
 
-    The dtype is chosen here or when loading; use ``to`` for devices only.
-    """
-
-    embed: nn.Parameter  # [V, D]; a share has it if it embeds, or if it is the head as well
+    embed: nn.Parameter  # [V, D]; in a share that embeds or whose head is the embedding
     norm: nn.Parameter  # [D], before the head
     head: nn.Parameter  # [V, D], absent when tied
     inv_freq: Tensor  # [rotary dim / 2] fp32
-    local_inv_freq: Tensor  # the same of local layers, where theirs differ
+    local_inv_freq: Tensor  # of local layers, if these have a rope of their own
 
     def __init__(
         self,
@@ -72,16 +70,16 @@ class Decoder(nn.Module):
         stored: Mapping[str, nn.Parameter | Quantised] | None = None,
         share: Share | None = None,
     ) -> None:
-        """Allocate without values: ``hf.load_model`` or ``init_weights`` fills them.
-
+        """Allocate the weights without values, which ``hf.load_model`` or ``init_weights`` fills in.
         ``dtype``: of activations, norms, biases and adapters. ``storage``: of matrices, None: ``dtype``;
-        narrower ones cannot be trained. ``fp32_head``: the last product in fp32. ``stored``: use these, by
-        name (``model.quantise``). ``share``: this part; ``forward`` needs ``Ops`` that reach other ranks.
-        """
+        fewer bits cannot be trained. ``fp32_head``: the last product is in fp32. ``stored``: the weights by
+        name (``model.quantise``), in which case none are allocated. ``share``: the part to have; its
+        ``forward`` needs ``Ops`` that reach other ranks."""
         super().__init__()
         self.config = config
         self.share = share or Share.all(config)
-        self.local = c = local_config(config, share) if share else config  # as if the share were all
+        # of the share, as if it were a whole model
+        self.local = c = make_local_config(config, share) if share else config
         self.fp32_head = fp32_head
         self.quantised: dict[str, Quantised] = {}  # linear maps that are no parameters, by name
 
@@ -104,17 +102,17 @@ class Decoder(nn.Module):
         if self.share.has_head and not c.tie_embeddings:
             new_weight("head", c.vocab_size, c.hidden_size)
         final_norm = self.norm if self.share.has_head else None
-        self.blocks = [new_block(c, new_weight, layer, final_norm) for layer in self.share.layers]
-        for block, following in zip(self.blocks[:-1], self.blocks[1:], strict=True):
-            block.next_norm = following.attn_norm
+        self.blocks = [make_block(c, new_weight, layer, final_norm) for layer in self.share.layers]
+        for block, next_block in zip(self.blocks[:-1], self.blocks[1:], strict=True):
+            block.next_norm = next_block.attn_norm
         rotary_dim = config.mla.rope_head_dim if config.mla else config.head_dim
-        inv_freq, self._rope_factor = rope_frequencies(config.rope, rotary_dim)
+        inv_freq, self._rope_factor = compute_rope_frequencies(config.rope, rotary_dim)
         self.register_buffer("inv_freq", inv_freq.to(device), persistent=False)
         if config.local_rope is not None:
-            local_freq, self._local_factor = rope_frequencies(config.local_rope, rotary_dim)
+            local_freq, self._local_factor = compute_rope_frequencies(config.local_rope, rotary_dim)
             self.register_buffer("local_inv_freq", local_freq.to(device), persistent=False)
         scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
-        self._scale = mla_scale(config.rope, config.head_dim) if config.mla else scale
+        self._scale = compute_mla_scale(config.rope, config.head_dim) if config.mla else scale
 
     @property
     def device(self) -> torch.device:
@@ -127,14 +125,14 @@ class Decoder(nn.Module):
 
     @property
     def storage(self) -> torch.dtype:
-        """The dtype of matrices, or of the codes of linear maps where these are quantised."""
-        for weight in self.quantised.values():
+        """The dtype of matrices; of a decoder with quantised linear maps, that of their codes."""
+        for weight in self.quantised.values():  # all have one dtype
             return weight.tiles.dtype
         return next((p.dtype for p in self.parameters() if p.dim() > 1), self.dtype)
 
     @property
     def head_weight(self) -> Tensor:
-        """The head [V, D], of a share its rows; the embedding itself where the two are tied."""
+        """The head [V, D], of a share its rows of it. It is the embedding itself if the two are tied."""
         return self.embed if self.config.tie_embeddings else self.head
 
     @property
@@ -149,23 +147,24 @@ class Decoder(nn.Module):
         return sum(isinstance(block.mlp, Moe) for block in self.blocks)
 
     def flops(self, adapter: AdapterSpec | None, **options: bool) -> FlopModel:
-        """See ``FlopModel.of``."""
+        """Return the FLOPs that ``FlopModel.of`` describes."""
         return FlopModel.of(self.config, adapter, **options)
 
-    def trainable(self, on: bool) -> Decoder:
-        """Turn full-parameter training on or off. DeepSeek's correction bias is never trained by gradient."""
+    def set_trainable(self, is_on: bool) -> Decoder:
+        """Turn training of all weights on or off, but never of DeepSeek's correction bias; return the
+        decoder."""
         for name, parameter in self.named_parameters():
-            parameter.requires_grad_(on and not name.endswith("correction_bias"))
+            parameter.requires_grad_(is_on and not name.endswith("correction_bias"))
         return self
 
     def named_linears(self) -> dict[str, Linear]:
-        """Every linear map by logical name (see ``lora.linear_shapes``), as views into the stored weights."""
-        return dict(named_linears(self.local, self.blocks, self.share.layers))
+        """Return every linear map by logical name, as views. Raises ValueError for a quantised map."""
+        return dict(iterate_linears(self.local, self.blocks, self.share.layers))
 
     def init_weights(self, seed: int) -> Decoder:
-        """Fill in initial values for training (``weights.fill_initial``)."""
+        """Fill in initial values (``weights.fill_initial_values``), and return the decoder."""
         c = self.config
-        fill_initial(self.named_parameters(), c.initializer_range, seed, norm=1.0 - c.norm_offset)
+        fill_initial_values(self.named_parameters(), c.initializer_range, seed, norm=1.0 - c.norm_offset)
         return self
 
     def forward(
@@ -182,16 +181,14 @@ class Decoder(nn.Module):
         residual: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Compute hidden states after the final norm, and the experts that the model itself chose per row.
-
-        tokens, positions: [T] integers. routing: [T, L_moe, K] to replay (rows of NO_EXPERT choose
-        natively) or None; routing_checked: the caller has checked that it fits (``moe.check_routing``), once
-        for all passes of a batch. recompute: keep one layer's activations at a time. residual: the
-        input [own rows, D] of a share without the first layers; a share without the last returns the like.
-        Where ranks cut the rows (``Ops.enter``), residual, routing, hidden and native are of own rows.
-        Returns (hidden [T, D], native [T, L_moe, K] int16, or None for a dense model). Without a replay,
-        native are the experts that computed every row, else those that its router would have chosen.
-        Raises ValueError for a routing that does not fit.
-        """
+        tokens, positions: [T] integers. routing: [T, L_moe, K] to replay, or None; in a row of NO_EXPERT the
+        model chooses. routing_checked: the caller has checked that it fits (``moe.check_routing``), once for
+        all passes of a batch. recompute: keep the activations of one layer at a time. residual: the input
+        [own rows, D] of a share without the first layers; a share without the last layers returns one in
+        place of hidden. If ranks cut the rows (``Ops.enter``), residual, routing, hidden and native are of
+        own rows. Returns (hidden [T, D], native [T, L_moe, K] int16, or None for a dense model): the experts
+        that the router chose, which in a replayed row are not always those that computed. Raises ValueError
+        for a routing that does not fit, and if ``.to()`` has changed the dtype."""
         moe = self.config.moe
         if routing is not None:
             if moe is None:
@@ -199,11 +196,11 @@ class Decoder(nn.Module):
             if not routing_checked:
                 check_routing(routing, tokens.shape[0], moe)
         loras = adapters.prepare(self.dtype).layers if adapters is not None else None
-        rope = self.rotations(positions)
-        local_rope = rope if self.config.local_rope is None else self.rotations(positions, local=True)
+        rope = self.compute_rotations(positions)
+        local_rope = rope if self.config.local_rope is None else self.compute_rotations(positions, local=True)
         if residual is None:
             residual = self._embed(tokens, ops)
-        x = ops.rms_norm(residual, self.gain(self.blocks[0].attn_norm), self.config.rms_norm_eps)
+        x = ops.rms_norm(residual, self.compute_gain(self.blocks[0].attn_norm), self.config.rms_norm_eps)
         stream: Tensor = residual
         choices: list[Tensor] = []
         for layer, block in zip(self.share.layers, self.blocks, strict=True):
@@ -225,7 +222,7 @@ class Decoder(nn.Module):
     def logits(
         self, hidden: Tensor, *, adapters: Adapters | Prepared | None = None, ops: Ops = TORCH_OPS
     ) -> Tensor:
-        """[R, D] -> [R, V], in fp32 with ``fp32_head``; the head has no adapter."""
+        """Compute logits [R, V] of hidden [R, D], in fp32 with ``fp32_head``. ``adapters`` have no effect."""
         return ops.linear(hidden, self.head_weight, None, torch.float32 if self.fp32_head else None)
 
     def _embed(self, tokens: Tensor, ops: Ops) -> Tensor:
@@ -233,13 +230,13 @@ class Decoder(nn.Module):
         scale = self.config.embed_scale
         return rows if scale == 1.0 else rows * torch.tensor(scale, dtype=rows.dtype, device=rows.device)
 
-    def gain(self, norm: Tensor) -> Tensor:
-        """The factors [D] of a norm: its weights plus ``norm_offset``."""
+    def compute_gain(self, norm: Tensor) -> Tensor:
+        """Return the factors [D] of a norm: its weights plus ``norm_offset``."""
         return norm + self.config.norm_offset if self.config.norm_offset else norm
 
-    def rotations(self, positions: Tensor, *, local: bool = False) -> tuple[Tensor, Tensor]:
-        """cos and sin [T, rotary dim] of all rows, once for all layers, or for all local layers; equal in
-        both halves of a head."""
+    def compute_rotations(self, positions: Tensor, *, local: bool = False) -> tuple[Tensor, Tensor]:
+        """Compute cos and sin [T, rotary dim], equal in both halves of a head, for all layers, or with
+        ``local`` for local layers. Raises ValueError if ``.to()`` has changed the dtype."""
         if self.inv_freq.dtype.itemsize < 4:
             raise ValueError(f"dtype was changed to {self.dtype} by .to(); give the dtype when loading")
         inv_freq, factor = (
@@ -265,10 +262,9 @@ class Decoder(nn.Module):
         routing: Tensor | None,
         ops: Ops,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Run a layer: (normed input, residual) -> (next normed input, residual, experts it chose itself).
-
-        The last layer of a share that does not end the model has no next norm; it returns the residual twice.
-        """
+        """Run a layer: (normed input, residual) -> (normed input of the next layer, residual, experts that it
+        chose itself). If the next norm is not here, the residual is returned in place of the normed input,
+        too."""
         eps, block = self.config.rms_norm_eps, ops.gather(block)
         x = ops.enter(x)
         if isinstance(block.attn, Attention):
@@ -277,19 +273,19 @@ class Decoder(nn.Module):
             x = _attend_latent(self.local, self._scale, layer, block.attn, x, cos, sin, attend, lora, ops)
         x = ops.leave(x)
         if block.attn_out_norm is not None:
-            x = ops.rms_norm(x, self.gain(block.attn_out_norm), eps)
-        x, residual = ops.add_rms_norm(x, residual, self.gain(block.mlp_norm), eps)
+            x = ops.rms_norm(x, self.compute_gain(block.attn_out_norm), eps)
+        x, residual = ops.add_rms_norm(x, residual, self.compute_gain(block.mlp_norm), eps)
         native = None
         if isinstance(block.mlp, Moe):
             x, native = self._run_moe(block.mlp, x, lora, routing, ops)
         else:
             x = self._run_mlp(block.mlp, x, lora.gate_up, lora.down, ops)
         if block.mlp_out_norm is not None:
-            x = ops.rms_norm(x, self.gain(block.mlp_out_norm), eps)
+            x = ops.rms_norm(x, self.compute_gain(block.mlp_out_norm), eps)
         if block.next_norm is None:
             residual = residual + x
             return residual, residual, native
-        x, residual = ops.add_rms_norm(x, residual, self.gain(block.next_norm), eps)
+        x, residual = ops.add_rms_norm(x, residual, self.compute_gain(block.next_norm), eps)
         return x, residual, native
 
     def _run_mlp(self, w: Mlp, x: Tensor, gate_up: Lora | None, down: Lora | None, ops: Ops) -> Tensor:
@@ -298,7 +294,7 @@ class Decoder(nn.Module):
         return ops.leave(_apply_linear(hidden, w.down, self._select_bias(w.down_bias), down, ops))
 
     def _select_bias(self, bias: Tensor | None) -> Tensor | None:
-        """The bias of a map whose outputs are summed over tensor ranks: only the first rank adds it."""
+        """Return the bias of a map whose outputs are summed over tensor ranks, on the first rank alone."""
         return bias if self.share.tensor_rank == 0 else None
 
     def _attend(
@@ -315,7 +311,11 @@ class Decoder(nn.Module):
         c = self.local
         heads, num_rotary = c.num_heads, c.num_heads + c.num_kv_heads
         qkv = _apply_linear(x, w.qkv, w.qkv_bias, lora.qkv, ops)
-        norms = None if w.q_norm is None or w.k_norm is None else (self.gain(w.q_norm), self.gain(w.k_norm))
+        norms = (
+            None
+            if w.q_norm is None or w.k_norm is None
+            else (self.compute_gain(w.q_norm), self.compute_gain(w.k_norm))
+        )
         if norms is not None and c.qk_norm == QKNorm.FULL:
             q, k, v = qkv.split([heads * c.head_dim, *[c.num_kv_heads * c.head_dim] * 2], dim=-1)
             q, k = ops.rms_norm(q, norms[0], c.rms_norm_eps), ops.rms_norm(k, norms[1], c.rms_norm_eps)
@@ -327,7 +327,7 @@ class Decoder(nn.Module):
             out = attend.project(layer, qkv, norms, c.rms_norm_eps, (cos, sin), self._scale)
         else:
             q, k = _norm_and_rotate(qkv[:, :num_rotary], heads, norms, c.rms_norm_eps, cos, sin, ops)
-            window = self.config.window_of(layer)
+            window = self.config.get_window(layer)
             window_args = () if window is None else (window,)
             out = attend(layer, q, k, qkv[:, num_rotary:], self._scale, *window_args)
         return _apply_linear(out.flatten(1), w.o, self._select_bias(w.o_bias), lora.o, ops)
@@ -360,7 +360,7 @@ def _attend_latent(
     lora: LayerLora,
     ops: Ops,
 ) -> Tensor:
-    """Multi-head latent attention with keys and values expanded (arXiv 2405.04434 section 2.1)."""
+    """Compute multi-head latent attention with keys and values expanded (arXiv 2405.04434 section 2.1)."""
     mla, heads = config.mla, config.num_heads
     assert mla is not None
     if w.q is not None:
@@ -387,7 +387,8 @@ def _attend_latent(
 def _apply_linear(
     x: Tensor, weight: Weight | None, bias: Tensor | None, lora: Lora | None, ops: Ops
 ) -> Tensor:
-    """Apply a linear map with its adapter; under autograd in the form that saves little for the backward."""
+    """Apply a linear map with its adapter. Under autograd, a map with an adapter or with weights in fewer
+    bits than x is computed in the form that saves little for the backward."""
     assert weight is not None
     if torch.is_grad_enabled():
         if lora is not None:
@@ -401,24 +402,24 @@ def _apply_linear(
 
 def _norm_and_rotate(
     x: Tensor,
-    heads: int,
+    num_heads: int,
     norms: tuple[Tensor, Tensor] | None,
     eps: float,
     cos: Tensor,
     sin: Tensor,
     ops: Ops,
 ) -> tuple[Tensor, Tensor]:
-    """Rotate q [T, H, D] and k [T, G, D] of x [T, H + G, D]; with ``norms`` (weights [D]), norm them
-    first."""
+    """Rotate q [T, H, D] and k [T, G, D], the parts of x [T, H + G, D], after their norms by the weights [D]
+    of ``norms``, if there are any."""
     if norms is None:
         x = ops.rope(x, cos, sin)
-        return x[:, :heads], x[:, heads:]
-    q, k = ops.rms_norm(x[:, :heads], norms[0], eps), ops.rms_norm(x[:, heads:], norms[1], eps)
+        return x[:, :num_heads], x[:, num_heads:]
+    q, k = ops.rms_norm(x[:, :num_heads], norms[0], eps), ops.rms_norm(x[:, num_heads:], norms[1], eps)
     return ops.rope(q, cos, sin), ops.rope(k, cos, sin)
 
 
 def _split_pairs(x: Tensor) -> Tensor:
-    """(x0, y0, x1, y1, ...) -> (x0, x1, ..., y0, y1, ...): rotary pairs as ``rope`` takes them."""
+    """Reorder rotary pairs as ``rope`` takes them: (x0, y0, x1, y1, ...) -> (x0, x1, ..., y0, y1, ...)."""
     return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
 
 

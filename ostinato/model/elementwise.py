@@ -17,10 +17,10 @@ from torch.autograd.function import once_differentiable
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last dimension: x [..., K], weight [K].
+    """Compute x / rms(x) * weight over the last dimension: x [..., K], weight [K].
 
-    The quotient is taken in fp32 and rounded before the scaling, as transformers does.
-    RMSNorm, arXiv 1910.07467 section 3.
+    The quotient is taken in fp32 and rounded before the scaling, as transformers does. RMSNorm, arXiv
+    1910.07467 section 3.
     """
     if torch.is_grad_enabled():
         return _RmsNorm.apply(x, weight, eps)  # type: ignore[return-value]
@@ -28,7 +28,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x + residual), x + residual)."""
+    """Compute (rms_norm(x + residual), x + residual)."""
     total = x + residual
     return rms_norm(total, weight, eps), total
 
@@ -44,7 +44,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up of the two halves: [T, 2F] -> [T, F]. SwiGLU, arXiv 2002.05202."""
+    """Compute silu(gate) * up of the two halves: [T, 2F] -> [T, F]. SwiGLU, arXiv 2002.05202."""
     if torch.is_grad_enabled():
         return _SiluMul.apply(gate_up)  # type: ignore[return-value]
     gate, up = gate_up.chunk(2, dim=-1)
@@ -52,14 +52,14 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def gelu_mul(gate_up: Tensor) -> Tensor:
-    """gelu(gate) * up of the two halves, gelu by tanh: [T, 2F] -> [T, F]. GEGLU, arXiv 2002.05202."""
+    """Compute gelu(gate) * up of the two halves, gelu by tanh: [T, 2F] -> [T, F]. GEGLU, arXiv 2002.05202."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh") * up
 
 
 def _compute_inverse_rms(x: Tensor, eps: float) -> Tensor:
-    wide = x if x.dtype == torch.float64 else x.float()
-    return (wide.square().mean(dim=-1, keepdim=True) + eps).rsqrt()
+    wide_x = x if x.dtype == torch.float64 else x.float()
+    return (wide_x.square().mean(dim=-1, keepdim=True) + eps).rsqrt()
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

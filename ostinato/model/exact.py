@@ -29,11 +29,12 @@ BLOCK = 16  # positions, as in the sampler's cache
 Function = Callable[..., Any]
 
 
-def exact_ops(
+def make_exact_ops(
     fast: Ops, slow: Ops, add_nt: Function, attention: Callable[[tuple[Segment, ...]], Attend]
 ) -> Ops:
-    """``slow``, which has gradients, with the forward of ``fast``; a function that both share stays as it is.
-    ``add_nt``: ``Gemm.add`` of the sampler; ``attention``: ``Ops.attention`` by the sampler's kernel."""
+    """Make ``slow``, which has gradients, compute its forward by the functions of ``fast``. A function that
+    both share stays as it is. ``add_nt``: ``Gemm.add`` of the sampler. ``attention``: ``Ops.attention`` by
+    the sampler's kernel."""
 
     def linear(
         x: Tensor, weight: Weight, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
@@ -84,13 +85,14 @@ def exact_ops(
     )
 
 
-def _pair_functions(fast: Function, slow: Function, constants: int = 0) -> Function:
-    """Pair two functions, whose last arguments are ``constants`` numbers."""
+def _pair_functions(fast: Function, slow: Function, num_constants: int = 0) -> Function:
+    """Pair two functions of tensors, whose last ``num_constants`` arguments are numbers. Return the function
+    itself if both are the same."""
     if fast is slow:
         return fast
 
     def apply_pair(*args: Any) -> Any:
-        tensors, numbers = args[: len(args) - constants], args[len(args) - constants :]
+        tensors, numbers = args[: len(args) - num_constants], args[len(args) - num_constants :]
         return _apply_pair(
             lambda *inputs: fast(*inputs, *numbers), lambda *inputs: slow(*inputs, *numbers), *tensors
         )
@@ -99,7 +101,8 @@ def _pair_functions(fast: Function, slow: Function, constants: int = 0) -> Funct
 
 
 def _apply_pair(fast: Function, slow: Function, *inputs: Tensor) -> Any:
-    """Return fast(*inputs) with the gradient of slow(*inputs), whose forward is run again in the backward."""
+    """Return fast(*inputs). With gradients enabled its gradient is that of slow(*inputs), which is run in the
+    backward."""
     return _FunctionPair.apply(fast, slow, *inputs) if torch.is_grad_enabled() else fast(*inputs)
 
 
@@ -141,12 +144,13 @@ class _Linear(torch.autograd.Function):
 
 
 class Blocks:
-    """The rows of a microbatch in blocks. The table of a segment lists the full blocks of its prefix, then
-    blocks of its own, which begin with the remaining rows of the prefix. So siblings share the blocks of
-    their prompt, except for the last block if it is not full."""
+    """The rows of a microbatch in blocks of a cache. The table of a segment lists the full blocks of its
+    prefix, then blocks of its own, of which the first begins with the remaining rows of the prefix. So
+    siblings share the blocks of their prompt, except for a last block that is not full."""
 
     def __init__(self, segments: tuple[Segment, ...]) -> None:
-        self._rows: list[np.ndarray] = []  # rows whose keys and values go into the blocks, -1 for none
+        # for every position of a block the row whose key and value it takes, -1 for none
+        self._rows: list[np.ndarray] = []
         self.count = 0
         prefixes: dict[tuple[int, int], np.ndarray] = {}
         tables = []
@@ -175,8 +179,8 @@ class Blocks:
         self.lengths = torch.from_numpy(np.concatenate(lengths).astype(np.int32))
 
     def _add_blocks(self, rows: np.ndarray) -> np.ndarray:
-        """Add blocks for ``rows``; return their numbers."""
-        count = -(-len(rows) // BLOCK)
-        self._rows.append(np.concatenate([rows, np.full(count * BLOCK - len(rows), -1)]))
-        self.count += count
-        return np.arange(self.count - count, self.count)
+        """Append blocks for ``rows``, padded with -1, and count them; return their numbers."""
+        num_new = -(-len(rows) // BLOCK)
+        self._rows.append(np.concatenate([rows, np.full(num_new * BLOCK - len(rows), -1)]))
+        self.count += num_new
+        return np.arange(self.count - num_new, self.count)

@@ -22,7 +22,13 @@ from enum import StrEnum
 from typing import TypeVar
 
 from ostinato.model.config import ModelConfig
-from ostinato.model.shapes import STACKED, AdapterSpec, ExpertScheme, adapter_shapes, linear_shapes
+from ostinato.model.shapes import (
+    STACKED,
+    AdapterSpec,
+    ExpertScheme,
+    compute_adapter_shapes,
+    compute_linear_shapes,
+)
 from ostinato.types import Segment
 
 T = TypeVar("T")
@@ -37,15 +43,15 @@ class Work:
     logits: float = 0  # rows through the head
 
     @classmethod
-    def packed(cls, segments: Iterable[Segment], logits: int) -> Work:
-        """The work of packed rows, ``logits`` of which go through the head. A shared prompt runs once; the
-        rows of every segment that has it as a prefix attend to it."""
+    def from_segments(cls, segments: Iterable[Segment], num_logits: int) -> Work:
+        """Return the work of packed rows, ``num_logits`` of which go through the head. A shared prompt runs
+        once; the rows of every segment that has it as a prefix attend to it."""
         tokens = pairs = 0
         for segment in segments:
             rows = segment.stop - segment.start
             tokens += rows
             pairs += rows * (rows + 1) // 2 + rows * (segment.prefix_stop - segment.prefix_start)
-        return cls(tokens, pairs, logits)
+        return cls(tokens, pairs, num_logits)
 
     def __add__(self, other: Work) -> Work:
         return Work(self.tokens + other.tokens, self.pairs + other.pairs, self.logits + other.logits)
@@ -63,7 +69,7 @@ class Rates:
         return Rates(self.tokens + other.tokens, self.pairs + other.pairs, self.logits + other.logits)
 
     def of(self, work: Work) -> float:
-        """FLOPs of ``work``."""
+        """Return the FLOPs of ``work``."""
         return self.tokens * work.tokens + self.pairs * work.pairs + self.logits * work.logits
 
 
@@ -79,7 +85,7 @@ class Part(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlopModel:
-    """FLOPs of a model and of its training; made by ``of``."""
+    """FLOPs of a model's forward and of the backward that training adds."""
 
     parts: Mapping[Part, Rates]  # of one forward
     backward_rates: Rates
@@ -93,32 +99,36 @@ class FlopModel:
         recompute: bool = False,
         entropy_gradient: bool = False,
     ) -> FlopModel:
-        """The FLOPs of training ``adapter`` on a frozen base; None: of training all parameters.
+        """Count the FLOPs of training ``adapter`` on a frozen base, or of training all parameters if it is
+        None.
 
         ``recompute``: backward repeats the forward of every layer that has a gradient. ``entropy_gradient``:
-        the loss has an entropy term (an additional product at a frozen head).
-        Raises ValueError for an adapter that does not fit the model.
+        the loss has an entropy term, which costs an additional product at a frozen head. Raises ValueError
+        for an adapter that does not fit the model.
         """
-        layers = layer_rates(config, adapter)
+        layers = compute_layer_rates(config, adapter)
         parts = {part: _sum(layer.forward.get(part, Rates()) for layer in layers) for part in Part}
         backward = _sum(rates for layer in layers for rates in layer.backward.values())
         if recompute:
-            backward += _sum(rates for layer in layers if layer.needed for rates in layer.forward.values())
+            backward += _sum(
+                rates for layer in layers if layer.needs_gradient for rates in layer.forward.values()
+            )
         head = 2.0 * config.vocab_size * config.hidden_size
         products = 3 if adapter is None else 1 + entropy_gradient
         parts[Part.HEAD] = Rates(logits=head)
         return cls(parts=parts, backward_rates=backward + Rates(logits=products * head))
 
     def forward(self, work: Work) -> float:
-        """FLOPs of one forward of ``work``, adapters applied unmerged, as engine and trainer run it."""
+        """Return the FLOPs of one forward of ``work``, with adapters unmerged, as engine and trainer run
+        it."""
         return _sum(self.parts.values()).of(work)
 
     def backward(self, work: Work) -> float:
-        """FLOPs that training adds to the forward."""
+        """Return the FLOPs that training adds to the forward."""
         return self.backward_rates.of(work)
 
     def base(self, work: Work) -> float:
-        """FLOPs of one forward without adapters, as for the reference policy."""
+        """Return the FLOPs of one forward without adapters, as for the reference policy."""
         return _sum(rates for part, rates in self.parts.items() if part is not Part.LORA).of(work)
 
 
@@ -128,27 +138,30 @@ class LayerRates:
 
     forward: Mapping[Part, Rates]
     backward: Mapping[Part, Rates]
-    needed: bool  # whether anything in or below it is trained; only then is it recomputed
+    needs_gradient: bool  # whether anything in or below it is trained: otherwise it is not recomputed
 
 
-def layer_rates(config: ModelConfig, adapter: AdapterSpec | None) -> tuple[LayerRates, ...]:
-    """The rates of every layer; with ``adapter`` None all parameters are trained. Raises ValueError for an
-    adapter that does not fit."""
-    ranks = {name: a[-2] for name, (a, _) in adapter_shapes(config, adapter).items()} if adapter else {}
-    shapes = linear_shapes(config)
+def compute_layer_rates(config: ModelConfig, adapter: AdapterSpec | None) -> tuple[LayerRates, ...]:
+    """Compute the rates of every layer. With ``adapter`` None all parameters are trained. Raises ValueError
+    for an adapter that does not fit the model."""
+    ranks = (
+        {name: a[-2] for name, (a, _) in compute_adapter_shapes(config, adapter).items()} if adapter else {}
+    )
+    shapes = compute_linear_shapes(config)
     needs_gradient, rates = adapter is None, []  # the embedding is trained too
     for index in range(config.num_layers):
         prefix = f"layers.{index}."
-        layer = _Layer(config, _select_prefix(prefix, shapes), _select_prefix(prefix, ranks), adapter)
-        needs_gradient = layer.run(needs_gradient)
-        rates.append(LayerRates(forward=layer.parts, backward=layer.backward, needed=needs_gradient))
+        layer = _LayerCounter(config, _select_prefix(prefix, shapes), _select_prefix(prefix, ranks), adapter)
+        needs_gradient = layer.count_layer(needs_gradient)
+        rates.append(LayerRates(forward=layer.parts, backward=layer.backward, needs_gradient=needs_gradient))
     return tuple(rates)
 
 
 @dataclass(slots=True)
-class _Layer:
-    """One layer as the decoder runs it. Every method that multiplies takes and returns whether the activation
-    needs a gradient; ``shapes`` and ``ranks`` are those of the maps of this layer, by name within it."""
+class _LayerCounter:
+    """Counts the FLOPs of one layer as the decoder runs it: each ``count`` method adds to ``parts`` and
+    ``backward``. Such a method takes whether its input needs a gradient and returns whether its output does.
+    ``shapes`` and ``ranks`` are those of the maps of this layer, by name within it."""
 
     config: ModelConfig
     shapes: Mapping[str, tuple[int, ...]]
@@ -157,100 +170,113 @@ class _Layer:
     parts: dict[Part, Rates] = field(default_factory=dict)
     backward: dict[Part, Rates] = field(default_factory=dict)
 
-    def run(self, x: bool) -> bool:
-        """Count the whole layer; ``x``: whether the residual stream needs a gradient."""
-        x = self.attention(x) or x
-        return (self.mixture(x) if "router" in self.shapes else self.mlp("", Part.MLP, x)) or x
+    def count_layer(self, needs_gradient: bool) -> bool:
+        """Count the whole layer. ``needs_gradient``: whether the residual stream needs a gradient."""
+        needs_gradient = self._count_attention(needs_gradient) or needs_gradient
+        return (
+            self._count_mixture(needs_gradient)
+            if "router" in self.shapes
+            else self._count_mlp("", Part.MLP, needs_gradient)
+        ) or needs_gradient
 
-    def attention(self, x: bool) -> bool:
+    def _count_attention(self, needs_x: bool) -> bool:
         part, mla, heads = Part.ATTENTION, self.config.mla, self.config.num_heads
         if mla is None:
-            inputs = self.linear(part, "qkv", x)
+            needs_inputs = self._count_linear(part, "qkv", needs_x)
         else:
-            q = self.linear(part, "q", x) if mla.q_lora_rank is None else self.linear(part, "q_a", x)
+            needs_q = (
+                self._count_linear(part, "q", needs_x)
+                if mla.q_lora_rank is None
+                else self._count_linear(part, "q_a", needs_x)
+            )
             if mla.q_lora_rank is not None:
-                q = self.linear(part, "q_b", q)
-            kv = self.linear(part, "kv_a", x)
-            inputs = self.linear(part, "kv_b", kv) or q or kv
-        keys, values = 2.0 * heads * self.config.head_dim, 2.0 * heads * self.config.v_head_dim
-        self.add(part, Rates(pairs=keys + values), self.parts)
-        if inputs:  # q k^T once more, dO v^T; dv, dq, dk
-            self.add(part, Rates(pairs=3 * keys + 2 * values), self.backward)
-        return self.linear(part, "o", inputs)
+                needs_q = self._count_linear(part, "q_b", needs_q)
+            needs_kv = self._count_linear(part, "kv_a", needs_x)
+            needs_inputs = self._count_linear(part, "kv_b", needs_kv) or needs_q or needs_kv
+        key_flops, value_flops = 2.0 * heads * self.config.head_dim, 2.0 * heads * self.config.v_head_dim
+        self._add_rates(part, Rates(pairs=key_flops + value_flops), self.parts)
+        if needs_inputs:  # products with keys: q k^T once more, dq and dk; with values: dO v^T and dv
+            self._add_rates(part, Rates(pairs=3 * key_flops + 2 * value_flops), self.backward)
+        return self._count_linear(part, "o", needs_inputs)
 
-    def mlp(self, role: str, part: Part, x: bool) -> bool:
-        return self.linear(part, f"{role}down", self.linear(part, f"{role}gate_up", x))
+    def _count_mlp(self, role: str, part: Part, needs_x: bool) -> bool:
+        return self._count_linear(part, f"{role}down", self._count_linear(part, f"{role}gate_up", needs_x))
 
-    def mixture(self, x: bool) -> bool:
-        weights = self.linear(Part.EXPERTS, "router", x)
-        out = self.experts(x, weights)
+    def _count_mixture(self, needs_x: bool) -> bool:
+        needs_weights = self._count_linear(Part.EXPERTS, "router", needs_x)
+        needs_out = self._count_experts(needs_x, needs_weights)
         if "shared.down" in self.shapes:
-            out = self.mlp("shared_", Part.EXPERTS, x) or out
-        return out
+            needs_out = self._count_mlp("shared_", Part.EXPERTS, needs_x) or needs_out
+        return needs_out
 
-    def experts(self, x: bool, weights: bool) -> bool:
-        """Count ``moe.experts``; ``weights``: whether the mixture weights need a gradient."""
+    def _count_experts(self, needs_x: bool, needs_weights: bool) -> bool:
+        """Count ``moe.experts``. ``needs_weights``: whether the mixture weights need a gradient."""
         moe, hidden = self.config.moe, self.config.hidden_size
         assert moe is not None
-        width, trains_base = moe.top_k * moe.intermediate_size, self.adapter is None
+        num_inner, trains_base = moe.top_k * moe.intermediate_size, self.adapter is None
         is_adapted = any(name.startswith("experts.") for name in self.ranks)
-        act = self.product(Part.EXPERTS, 2.0 * hidden * 2 * width, x, trains_base)
+        needs_act = self._count_product(Part.EXPERTS, 2.0 * hidden * 2 * num_inner, needs_x, trains_base)
         if is_adapted:
-            act = self.expert_up(x) or act
-        out = self.product(Part.EXPERTS, 2.0 * width * hidden, act, trains_base)
-        out = self.mixed(Part.EXPERTS, hidden, out, weights)
-        return (self.expert_down(act, weights) if is_adapted else False) or out
+            needs_act = self._count_expert_up(needs_x) or needs_act
+        needs_out = self._count_product(Part.EXPERTS, 2.0 * num_inner * hidden, needs_act, trains_base)
+        needs_out = self._count_weighted_sum(Part.EXPERTS, hidden, needs_out, needs_weights)
+        return (self._count_expert_down(needs_act, needs_weights) if is_adapted else False) or needs_out
 
-    def expert_up(self, x: bool) -> bool:
+    def _count_expert_up(self, needs_x: bool) -> bool:
         moe, adapter = self.config.moe, self.adapter
         assert moe is not None and adapter is not None
         rank = sum(self.ranks.get(f"experts.{name}", 0) for name in ("gate", "up"))
         is_trained = rank > 0  # otherwise a zero update with one A for all experts is computed
         is_shared = not is_trained or adapter.expert_scheme == ExpertScheme.SHARED_OUTER
-        rank = rank or adapter.rank_of(".experts.")
-        low = 2.0 * self.config.hidden_size * rank * (1 if is_shared else moe.top_k)
-        out = 2.0 * rank * 2 * moe.intermediate_size * moe.top_k
-        return self.product(Part.LORA, out, self.product(Part.LORA, low, x, is_trained), is_trained)
+        rank = rank or adapter.get_rank(".experts.")
+        a_flops = 2.0 * self.config.hidden_size * rank * (1 if is_shared else moe.top_k)
+        b_flops = 2.0 * rank * 2 * moe.intermediate_size * moe.top_k
+        return self._count_product(
+            Part.LORA, b_flops, self._count_product(Part.LORA, a_flops, needs_x, is_trained), is_trained
+        )
 
-    def expert_down(self, act: bool, weights: bool) -> bool:
+    def _count_expert_down(self, needs_act: bool, needs_weights: bool) -> bool:
         moe, adapter, hidden = self.config.moe, self.adapter, self.config.hidden_size
         assert moe is not None and adapter is not None
         is_trained = "experts.down" in self.ranks  # otherwise a zero update with one B for all is computed
-        rank = adapter.rank_of(".experts.")
+        rank = adapter.get_rank(".experts.")
         low = 2.0 * moe.intermediate_size * rank * moe.top_k
-        low = self.product(Part.LORA, low, act, is_trained)
+        low = self._count_product(Part.LORA, low, needs_act, is_trained)
         if not is_trained or adapter.expert_scheme == ExpertScheme.SHARED_OUTER:
-            return self.product(
-                Part.LORA, 2.0 * rank * hidden, self.mixed(Part.LORA, rank, low, weights), is_trained
+            return self._count_product(
+                Part.LORA,
+                2.0 * rank * hidden,
+                self._count_weighted_sum(Part.LORA, rank, low, needs_weights),
+                is_trained,
             )
-        out = self.product(Part.LORA, 2.0 * rank * hidden * moe.top_k, low, is_trained)
-        return self.mixed(Part.LORA, hidden, out, weights)
+        out = self._count_product(Part.LORA, 2.0 * rank * hidden * moe.top_k, low, is_trained)
+        return self._count_weighted_sum(Part.LORA, hidden, out, needs_weights)
 
-    def mixed(self, part: Part, width: int, rows: bool, weights: bool) -> bool:
-        """The weighted sum of the top_k rows of a token, a product of two activations."""
+    def _count_weighted_sum(self, part: Part, width: int, needs_rows: bool, needs_weights: bool) -> bool:
+        """Count the weighted sum of the top_k rows of a token: a product of two activations."""
         assert self.config.moe is not None
-        return self.product(part, 2.0 * self.config.moe.top_k * width, rows, weights)
+        return self._count_product(part, 2.0 * self.config.moe.top_k * width, needs_rows, needs_weights)
 
-    def linear(self, part: Part, stored: str, x: bool) -> bool:
-        """Count a stored matrix of ``lora.STACKED`` with the adapters of its members."""
-        members = STACKED[stored]
+    def _count_linear(self, part: Part, stored_name: str, needs_x: bool) -> bool:
+        """Count a stored matrix, a key of ``lora.STACKED``, with the adapters of its members."""
+        members = STACKED[stored_name]
         inputs, outputs = self.shapes[members[0]][-1], sum(self.shapes[name][-2] for name in members)
         rank = sum(self.ranks.get(name, 0) for name in members)
-        out = self.product(part, 2.0 * inputs * outputs, x, self.adapter is None)
+        needs_out = self._count_product(part, 2.0 * inputs * outputs, needs_x, self.adapter is None)
         if not rank:
-            return out
-        low = self.product(Part.LORA, 2.0 * inputs * rank, x, True)
-        return self.product(Part.LORA, 2.0 * rank * outputs, low, True) or out
+            return needs_out
+        needs_low = self._count_product(Part.LORA, 2.0 * inputs * rank, needs_x, True)
+        return self._count_product(Part.LORA, 2.0 * rank * outputs, needs_low, True) or needs_out
 
-    def product(self, part: Part, flops: float, x: bool, w: bool) -> bool:
-        """Count ``flops`` per token to multiply x and w, once more for each of the two that needs a
-        gradient."""
-        self.add(part, Rates(tokens=flops), self.parts)
-        self.add(part, Rates(tokens=flops * (x + w)), self.backward)
-        return x or w
+    def _count_product(self, part: Part, flops: float, needs_x: bool, needs_w: bool) -> bool:
+        """Count ``flops`` per token to multiply x and w, once more for each of the two that needs a gradient.
+        Return whether the product needs a gradient."""
+        self._add_rates(part, Rates(tokens=flops), self.parts)
+        self._add_rates(part, Rates(tokens=flops * (needs_x + needs_w)), self.backward)
+        return needs_x or needs_w
 
-    def add(self, part: Part, rates: Rates, to: dict[Part, Rates]) -> None:
-        to[part] = to.get(part, Rates()) + rates
+    def _add_rates(self, part: Part, rates: Rates, rates_by_part: dict[Part, Rates]) -> None:
+        rates_by_part[part] = rates_by_part.get(part, Rates()) + rates
 
 
 def _sum(rates: Iterable[Rates]) -> Rates:
@@ -258,4 +284,5 @@ def _sum(rates: Iterable[Rates]) -> Rates:
 
 
 def _select_prefix(prefix: str, values: Mapping[str, T]) -> dict[str, T]:
+    """Return the values whose names begin with ``prefix``, by the rest of their names."""
     return {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}

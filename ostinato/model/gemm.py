@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def add_nt(y: Tensor, x: Tensor, w: Tensor) -> Tensor:
-    """y += x w^T."""
+    """Add x w^T to y in place; return y."""
     return y.add_(F.linear(x, w))
 
 

@@ -24,9 +24,11 @@ class SamplingDefaults:
     min_p: float = 0.0
 
 
-def sampling_defaults(folder: Path) -> SamplingDefaults:
+def read_sampling_defaults(folder: Path) -> SamplingDefaults:
     """Read the defaults of a model as vLLM does: temperature, top_k, top_p and min_p, whatever ``do_sample``
-    is. A penalty is not computed, and named in a warning. Raises ValueError for an invalid value."""
+    is. What the file does not set is at its default, also where there is no file. A repetition penalty is not
+    computed, and logged as a warning. Raises ValueError for a file that is no JSON object and for an invalid
+    value."""
     file = folder / FILE
     try:
         settings: Any = parse_json(file.read_bytes()) if file.is_file() else {}
@@ -36,15 +38,15 @@ def sampling_defaults(folder: Path) -> SamplingDefaults:
         raise ValueError(
             f"{file} holds a {type(settings).__name__}; it must hold a JSON object, save it again"
         )
-    bounds = {"temperature": (0, 100), "top_k": (-1, 2**31 - 1), "top_p": (1e-9, 1), "min_p": (0, 1)}
+    ranges = {"temperature": (0, 100), "top_k": (-1, 2**31 - 1), "top_p": (1e-9, 1), "min_p": (0, 1)}
     defaults: dict[str, Any] = {}
-    for key, (low, high) in bounds.items():
-        types = int if key == "top_k" else int | float
+    for key, (minimum, maximum) in ranges.items():
+        allowed_types = int if key == "top_k" else int | float
         if (value := settings.get(key)) is None:
             continue
-        if not isinstance(value, types) or isinstance(value, bool) or not low <= value <= high:
-            raise ValueError(f"{key} of {file} is {value!r}; give a number from {low:g} to {high:g}")
-        defaults[key] = max(value, 0)
+        if not isinstance(value, allowed_types) or isinstance(value, bool) or not minimum <= value <= maximum:
+            raise ValueError(f"{key} of {file} is {value!r}; give a number from {minimum:g} to {maximum:g}")
+        defaults[key] = max(value, 0)  # a top_k of -1 means off, as 0 does
     if (penalty := settings.get("repetition_penalty")) not in (None, 1, 1.0):
         logger.warning(f"{file}: its repetition_penalty of {penalty} is not computed here, and left out")
     return SamplingDefaults(**defaults)

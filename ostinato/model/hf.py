@@ -16,11 +16,18 @@ from torch import Tensor, nn
 from ostinato.files import find_remedy
 from ostinato.model.config import ModelConfig, read_config
 from ostinato.model.decoder import Decoder
-from ostinato.model.hf_names import Stored, canonical, hf_tensors, is_extra_layer, is_redundant, stored
+from ostinato.model.hf_names import (
+    StoredTensor,
+    is_extra_layer,
+    is_redundant,
+    list_hf_tensors,
+    list_stored_tensors,
+    normalise_name,
+)
 from ostinato.model.published import Tensors
 from ostinato.model.published import Weights as Files
-from ostinato.model.quantise import Weights, codes
-from ostinato.model.share import Share, blocks, is_whole
+from ostinato.model.quantise import Weights, encode_weight
+from ostinato.model.share import Share, is_whole, iterate_blocks
 from ostinato.model.weight_files import HEAD, INDEX, SINGLE
 from ostinato.model.weights import Quantised, is_quantised
 from ostinato.run import atomic_write
@@ -42,14 +49,16 @@ def load_model(
     fp32_head: bool = False,
     share: Share | None = None,
 ) -> Decoder:
-    """Load the decoder in a Hugging Face folder, cast to ``dtype``, its matrices to ``storage`` where that is
-    given. With ``share`` only that part of it is loaded.
+    """Load the decoder in a Hugging Face folder, cast to ``dtype``, and its matrices to ``storage`` if that
+    is given. With ``share`` only that part of the model is loaded. On other devices than the CPU the context
+    is limited to the window of the model, if it has one, with a warning.
 
-    Raises ValueError as ``fill`` does, and for an unsupported config.
+    Raises ValueError as ``fill_decoder`` does, for an unsupported config, and for int8 of a share or off the
+    CPU.
     """
     config = read_config(folder)
     if torch.device(device).type != "cpu":  # kernels for other devices have no window
-        config = config.within_window
+        config = config.windowless_config
         if config.max_positions < config.raw.get("max_position_embeddings", 0):
             warnings.warn(
                 f"{folder}: sliding_window is {config.max_positions}; longer contexts are refused on a GPU",
@@ -62,67 +71,71 @@ def load_model(
     options: dict[str, Any] = {"dtype": dtype, "storage": storage, "share": share}
     check_sizes(Decoder(config, device="meta", **options), folder)
     decoder = Decoder(config, device=device, fp32_head=fp32_head, **options)
-    fill(decoder, folder)
+    fill_decoder(decoder, folder)
     return decoder
 
 
 def _load_coded(folder: Path, config: ModelConfig, dtype: torch.dtype, fp32_head: bool) -> Decoder:
-    """Load the decoder with its linear maps in int8 (``quantise.codes``) and other matrices in bf16. A matrix
-    is wide only while it is read."""
+    """Load the decoder with its linear maps in int8 (``quantise.encode_weight``) and other matrices in bf16.
+    A matrix is wide only while it is read."""
     empty = Decoder(config, dtype=dtype, storage=torch.bfloat16, device="meta")
     check_sizes(empty, folder)
     coding = Coding(empty)
-    fill(empty, folder, coding)
+    fill_decoder(empty, folder, coding)
     return Decoder(config, dtype=dtype, fp32_head=fp32_head, stored=coding.stored)
 
 
 class Coding:
-    """The destination of tensors that are coded while they are read. The views into a decoder without memory
-    ("meta") name the place of a tensor; its matrix is allocated until all of it is read, then coded."""
+    """The destination of tensors that are coded while they are read. A tensor is identified by its view into
+    a decoder without memory ("meta"). The matrix of the view is allocated until all of it is read, and then
+    coded."""
 
     def __init__(self, empty: Decoder) -> None:
         self.stored: dict[str, nn.Parameter | Quantised] = {}
         self._names = {id(weight): name for name, weight in empty.named_parameters()}
-        self._open: dict[str, tuple[Tensor, int]] = {}  # matrix, number of its values still missing
+        self._pending: dict[str, tuple[Tensor, int]] = {}  # matrix, number of its values still missing
 
-    def place(self, view: Tensor) -> Tensor:
+    def allocate_view(self, view: Tensor) -> Tensor:
         """Return the memory that ``view`` stands for, in a matrix that is allocated at its first view."""
         name, weight = self._find_weight(view)
-        if name not in self._open:
+        if name not in self._pending:
             dtype = torch.float32 if is_quantised(name, weight.shape) else weight.dtype
-            self._open[name] = torch.empty(weight.shape, dtype=dtype), weight.numel()
-        return self._open[name][0].as_strided(view.shape, view.stride(), view.storage_offset())
+            self._pending[name] = torch.empty(weight.shape, dtype=dtype), weight.numel()
+        return self._pending[name][0].as_strided(view.shape, view.stride(), view.storage_offset())
 
-    def done(self, view: Tensor) -> None:
-        """Note that ``view`` has its values; store the matrix once it has all of them."""
+    def finish_view(self, view: Tensor) -> None:
+        """Count the values of ``view`` as read. If its matrix has all values now, code and store it."""
         name, _ = self._find_weight(view)
-        matrix, num_missing = self._open.pop(name)
+        matrix, num_missing = self._pending.pop(name)
         if num_missing > view.numel():
-            self._open[name] = matrix, num_missing - view.numel()
+            self._pending[name] = matrix, num_missing - view.numel()
         elif is_quantised(name, matrix.shape):
-            self.stored[name] = codes(matrix, Weights.INT8)
+            self.stored[name] = encode_weight(matrix, Weights.INT8)
         else:
             self.stored[name] = nn.Parameter(matrix, requires_grad=False)
 
     def _find_weight(self, view: Tensor) -> tuple[str, Tensor]:
+        """Return (name, weight) of the parameter of which ``view`` is a part."""
         weight = view if view._base is None else view._base
         return self._names[id(weight)], weight
 
 
-def fill(decoder: Decoder, folder: str | Path, coding: Coding | None = None) -> int:
-    """Copy the weights in a Hugging Face folder (single or sharded safetensors) into ``decoder``, or into
+def fill_decoder(decoder: Decoder, folder: str | Path, coding: Coding | None = None) -> int:
+    """Copy the weights in a Hugging Face folder (safetensors, or pickles of torch) into ``decoder``, or into
     ``coding`` for a ``decoder`` without memory.
 
     A share reads only its parts of tensors, and does not open a file in which the index lists none of its
-    tensors. Returns the number of bytes read; quantised weights count as widened.
+    tensors. Returns the number of bytes read; quantised weights count as widened. Warns of layers that are
+    not computed.
 
-    Raises ValueError, in one sentence, for a missing, unexpected or misshapen tensor, and a truncated file.
-    Tensors that a share does not keep may be missing: the rank that keeps them raises.
+    Raises ValueError, in one sentence, for a missing, unexpected or misshapen tensor, a head that is not the
+    embedding although config.json ties them, and a truncated file. Tensors that a share does not keep may be
+    missing: the rank that keeps them raises.
     """
     folder, config = Path(folder), decoder.config
-    expected = stored(decoder)
-    missing = {name for name, target in expected.items() if name in target.covers}
-    unexpected, heads = list[str](), dict[Path, Tensor]()
+    expected = list_stored_tensors(decoder)
+    missing_names = {name for name, target in expected.items() if name in target.names}
+    unexpected_names, heads = list[str](), dict[Path, Tensor]()
     num_bytes, weights = 0, Files(folder, config.raw)
     with torch.no_grad():
         for path, file_names in weights.files.items():
@@ -130,25 +143,27 @@ def fill(decoder: Decoder, folder: str | Path, coding: Coding | None = None) -> 
             if (
                 file_names
                 and not has_head
-                and not any(canonical(name, config) in expected for name in file_names)
+                and not any(normalise_name(name, config) in expected for name in file_names)
             ):
-                unexpected += file_names
+                unexpected_names += file_names
                 continue
-            for name, file in weights.iterate(path):
-                target = expected.get(canonical(name, config))
+            for name, file in weights.iterate_file(path):
+                target = expected.get(normalise_name(name, config))
                 if target is None:
                     if name == HEAD and path.suffix == ".bin" and config.tie_embeddings:
                         # read_config has checked the heads of other files
                         heads[path] = file.get_tensor(HEAD)
-                    unexpected.append(name)
+                    unexpected_names.append(name)
                     continue
                 if coding is None:
-                    num_bytes += _copy(target, file, name, path)
+                    num_bytes += _copy_part(target, file, name, path)
                 else:
-                    num_bytes += _copy(target._replace(view=coding.place(target.view)), file, name, path)
-                    coding.done(target.view)
-                missing -= target.covers
-    _check_complete(decoder, folder, sorted(missing), unexpected)
+                    num_bytes += _copy_part(
+                        target._replace(view=coding.allocate_view(target.view)), file, name, path
+                    )
+                    coding.finish_view(target.view)
+                missing_names -= target.names
+    _check_complete(decoder, folder, sorted(missing_names), unexpected_names)
     for path, head in heads.items():
         embed = decoder.embed if coding is None else coding.stored["embed"]
         if isinstance(embed, Tensor):
@@ -162,44 +177,53 @@ def check_sizes(empty: Decoder, folder: str | Path) -> None:
 
     Raises ValueError, in one sentence, for a missing or misshapen tensor, and a truncated file.
     """
-    expected = stored(empty)
-    missing = {name for name, target in expected.items() if name in target.covers}
+    expected = list_stored_tensors(empty)
+    missing_names = {name for name, target in expected.items() if name in target.names}
     weights = Files(Path(folder), empty.config.raw)
     for path, file_names in weights.files.items():
-        if file_names and not any(canonical(name, empty.config) in expected for name in file_names):
+        if file_names and not any(normalise_name(name, empty.config) in expected for name in file_names):
             continue
         with weights.open_file(path) as file:
             for name in file.keys():  # noqa: SIM118 - not a dict
-                if target := expected.get(canonical(name, empty.config)):
+                if target := expected.get(normalise_name(name, empty.config)):
                     _check_shape(target, file.get_slice(name), name, path)
-                    missing -= target.covers
-    _check_missing(Path(folder), sorted(missing))
+                    missing_names -= target.names
+    _check_missing(Path(folder), sorted(missing_names))
 
 
-def _check_complete(decoder: Decoder, folder: Path, missing: list[str], names: list[str]) -> None:
-    """Raise ValueError for missing and for unexpected tensors; warn of layers that are not loaded."""
-    _check_missing(folder, missing)
+def _check_complete(
+    decoder: Decoder, folder: Path, missing_names: list[str], unexpected_names: list[str]
+) -> None:
+    """Raise ValueError if a tensor is ``missing_names``, or if one of ``unexpected_names`` would be needed.
+    Warn of layers for multi-token prediction, which are not loaded."""
+    _check_missing(folder, missing_names)
     config = decoder.config
-    names = [name for name in (canonical(name, config) for name in names) if not is_redundant(name, config)]
-    if names and decoder.share != Share.all(config):
-        model_tensors = stored(Decoder(config, device="meta"))
-        names = [name for name in names if name not in model_tensors]
-    uncomputed = [name for name in names if not is_extra_layer(name, config)]
+    unexpected_names = [
+        name
+        for name in (normalise_name(name, config) for name in unexpected_names)
+        if not is_redundant(name, config)
+    ]
+    if unexpected_names and decoder.share != Share.all(config):
+        model_tensors = list_stored_tensors(Decoder(config, device="meta"))
+        unexpected_names = [name for name in unexpected_names if name not in model_tensors]
+    uncomputed = [name for name in unexpected_names if not is_extra_layer(name, config)]
     if uncomputed:
         raise ValueError(
             f"{folder} has {len(uncomputed)} tensors that its config.json does not call for, the first is "
             f"{uncomputed[0]}; this decoder would not compute what the model was trained to"
         )
-    if names:
+    if unexpected_names:
         warnings.warn(
-            f"{folder}: {len(names)} tensors of multi-token-prediction layers were not loaded", stacklevel=3
+            f"{folder}: {len(unexpected_names)} tensors of multi-token-prediction layers were not loaded",
+            stacklevel=3,
         )
 
 
-def _check_missing(folder: Path, missing: list[str]) -> None:
-    if missing:
+def _check_missing(folder: Path, names: list[str]) -> None:
+    """Raise ValueError if any tensor is missing."""
+    if names:
         raise ValueError(
-            f"{folder} lacks {len(missing)} tensors that config.json calls for, the first is {missing[0]}; "
+            f"{folder} lacks {len(names)} tensors that config.json calls for, the first is {names[0]}; "
             "download the model again or correct config.json"
         )
 
@@ -213,16 +237,21 @@ def _check_tied(head: Tensor, embedding: Tensor, path: Path) -> None:
         )
 
 
-def _copy(target: Stored, file: Tensors, name: str, path: Path) -> int:
-    """Copy the part of a tensor that is kept to its view; return the bytes read of the file."""
+def _copy_part(target: StoredTensor, file: Tensors, name: str, path: Path) -> int:
+    """Copy the part of a tensor that is kept to its view, and return the bytes read of the file. Raises
+    ValueError for a wrong shape or dtype."""
     source = file.get_slice(name)
     _check_shape(target, source, name, path)
     if is_whole(target.spans, target.shape):
         return _copy_cast(file.get_tensor(name), target.view, name, path)
-    return sum(_copy_cast(source[box], target.view[place], name, path) for box, place in blocks(target.spans))
+    return sum(
+        _copy_cast(source[file_box], target.view[view_box], name, path)
+        for file_box, view_box in iterate_blocks(target.spans)
+    )
 
 
-def _check_shape(target: Stored, tensor: Any, name: str, path: Path) -> None:
+def _check_shape(target: StoredTensor, tensor: Any, name: str, path: Path) -> None:
+    """Raise ValueError if a tensor in a file has not the shape that config.json calls for."""
     if tuple(tensor.get_shape()) != target.shape:
         raise ValueError(
             f"{name} in {path} has shape {list(tensor.get_shape())}, "
@@ -231,6 +260,8 @@ def _check_shape(target: Stored, tensor: Any, name: str, path: Path) -> None:
 
 
 def _copy_cast(tensor: Tensor, view: Tensor, name: str, path: Path) -> int:
+    """Copy a tensor to its view, cast to the view's dtype; return its bytes. Raises ValueError for whole
+    numbers and for fewer than 16 bits."""
     if not tensor.is_floating_point() or tensor.element_size() < 2:
         raise ValueError(
             f"{name} in {path} is {tensor.dtype}; quantised weights are not supported, use a 16-bit model"
@@ -242,11 +273,12 @@ def _copy_cast(tensor: Tensor, view: Tensor, name: str, path: Path) -> int:
 def save_model(
     decoder: Decoder, folder: str | Path, tokenizer_from: str | Path | None = None, shard_bytes: float = 5e9
 ) -> None:
-    """Write a folder that ``transformers`` and ``load_model`` read: config, weights, tokenizer files.
+    """Write a folder that ``transformers`` and ``load_model`` read: config, weights, tokenizer files. Weight
+    files of an earlier save that are not written again are deleted.
 
-    ``tokenizer_from``: a folder whose tokenizer, chat template and generation config are copied along.
-    Every file is written under a temporary name and then moved, so a full disk leaves no half file.
-    Raises ValueError for a share of a model.
+    ``tokenizer_from``: a folder whose tokenizer, chat template and generation config are copied along. Every
+    file of weights and the config are written under a temporary name and then moved, so a full disk leaves no
+    half file. Raises ValueError for a share of a model, and OSError.
     """
     if decoder.share != Share.all(decoder.config):
         raise ValueError("a share of a model is no model to save; save one that has been put together")
@@ -263,13 +295,13 @@ def save_model(
         write_tensors(folder / name, content, {"format": "pt"})
     index = folder / INDEX
     if len(shards) > 1:
-        size = sum(_count_bytes(view) for tensors in shards for view in tensors.values())
+        num_bytes = sum(_count_bytes(view) for tensors in shards for view in tensors.values())
         weight_map = {key: name for name, tensors in zip(names, shards, strict=True) for key in tensors}
-        _write_json(index, {"metadata": {"total_size": size}, "weight_map": weight_map})
+        _write_json(index, {"metadata": {"total_size": num_bytes}, "weight_map": weight_map})
     # files of an earlier save with other shards would shadow these
-    for stale in folder.glob("model*.safetensors*"):
-        if stale.name not in names and not (stale == index and len(shards) > 1):
-            stale.unlink()
+    for path in folder.glob("model*.safetensors*"):
+        if path.name not in names and not (path == index and len(shards) > 1):
+            path.unlink()
     _write_json(folder / "config.json", _build_config(decoder))
     if tokenizer_from is not None and Path(tokenizer_from).resolve() != folder.resolve():
         for name in _COMPANIONS.split():
@@ -278,7 +310,8 @@ def save_model(
 
 
 def _build_config(decoder: Decoder) -> dict[str, Any]:
-    """The config as it was read, with the present dtype of the weights."""
+    """Build the config: as it was read, with the present dtype of the weights, and untied if the decoder
+    is."""
     raw = dict(decoder.config.raw)
     for key in ("torch_dtype", "quantization_config"):  # they describe the weights that were read
         raw.pop(key, None)
@@ -288,14 +321,15 @@ def _build_config(decoder: Decoder) -> dict[str, Any]:
 
 
 def _split_shards(decoder: Decoder, shard_bytes: float) -> list[dict[str, Tensor]]:
+    """Split the weights into shards of at most ``shard_bytes``, or of a single larger tensor."""
     shards: list[dict[str, Tensor]] = [{}]
-    size = 0
-    for name, view in hf_tensors(decoder):
-        if shards[-1] and size + _count_bytes(view) > shard_bytes:
+    num_bytes = 0
+    for name, view in list_hf_tensors(decoder):
+        if shards[-1] and num_bytes + _count_bytes(view) > shard_bytes:
             shards.append({})
-            size = 0
+            num_bytes = 0
         shards[-1][name] = view
-        size += _count_bytes(view)
+        num_bytes += _count_bytes(view)
     return shards
 
 
@@ -304,7 +338,7 @@ def _count_bytes(tensor: Tensor) -> int:
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write a safetensors file, completely or not at all. A full disk is an OSError, as for other files."""
+    """Write a safetensors file, completely or not at all. Raises OSError, also for a full disk."""
     try:
         atomic_write(path, lambda partial: save_file(tensors, partial, metadata=metadata))
     except SafetensorError as error:

@@ -1,7 +1,7 @@
 """The names of tensors in a Hugging Face checkpoint, and the place of each in a decoder.
 
-One table, ``hf_tensors``, names every tensor as a view into the decoder's weights. Loading copies files into
-the views and saving writes the views to files, so the two cannot disagree.
+One function, ``list_hf_tensors``, names every tensor as a view into the decoder's weights. Loading copies
+files into the views and saving writes the views to files, so the two cannot disagree.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ostinato.model.config import ModelConfig
 from ostinato.model.decoder import Decoder
-from ostinato.model.shapes import linear_shapes
+from ostinato.model.shapes import compute_linear_shapes
 from ostinato.model.share import Spans, find_spans
 from ostinato.model.weights import Attention, Block, Moe
 
@@ -46,66 +46,72 @@ _MIXTRAL_ROLES = {
 }
 
 
-def hf_module(logical: str, model_type: str) -> str:
-    """``layers.3.attn.q`` -> ``model.layers.3.self_attn.q_proj``; experts keep a ``{}`` for their index."""
+def name_hf_module(logical: str, model_type: str) -> str:
+    """Name the module of a logical map: ``layers.3.attn.q`` is ``model.layers.3.self_attn.q_proj``. The name
+    of an expert's module has ``{}`` for the index of the expert."""
     _, layer, role = logical.split(".", 2)
     roles = _HF_ROLES | _MIXTRAL_ROLES if model_type == "mixtral" else _HF_ROLES
     return f"model.layers.{layer}.{roles[role]}"
 
 
-class Stored(NamedTuple):
-    """A tensor of a checkpoint that a decoder keeps, or keeps a part of."""
+class StoredTensor(NamedTuple):
+    """A tensor of a checkpoint, of which a decoder keeps all or a part."""
 
     view: Tensor  # its place in the decoder's weights
     spans: tuple[Spans, ...]  # the part that is kept
     shape: tuple[int, ...]  # of the tensor in the file
-    covers: frozenset[str]  # the names of ``hf_tensors`` that it contains
+    names: frozenset[str]  # those of ``list_hf_tensors`` that it contains
 
 
-def hf_tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """(name in a checkpoint, view into the decoder's weights) for every tensor that is kept here."""
+def list_hf_tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name in a checkpoint, view into the decoder's weights) for every tensor that the decoder
+    keeps."""
     for name, _, _, view in _list_tensors(decoder):
         yield name, view
 
 
-def stored(decoder: Decoder) -> dict[str, Stored]:
-    """The tensors of a checkpoint that ``decoder`` keeps, by name: those of ``hf_tensors``, and the experts
-    of a layer in one tensor, as transformers v5 has them in memory."""
+def list_stored_tensors(decoder: Decoder) -> dict[str, StoredTensor]:
+    """Return the tensors of a checkpoint of which ``decoder`` keeps a part, by name: those of
+    ``list_hf_tensors``, and all experts of a layer as two tensors, as transformers v5 has them in memory."""
     config, share = decoder.config, decoder.share
-    shapes, entries = _collect_whole_shapes(config), {}
+    shapes, tensors_by_name = _collect_whole_shapes(config), {}
     spans: dict[str, tuple[Spans, ...]] = {}
     for name, logical, expert, view in _list_tensors(decoder):
         shape = shapes.get(logical, tuple(view.shape))
         if logical not in spans:
             spans[logical] = find_spans(config, share, logical, shape)
-        skip = expert is not None  # a file per expert has no dimension of experts
-        entries[name] = Stored(view, spans[logical][skip:], shape[skip:], frozenset((name,)))
+        skipped_dims = expert is not None  # a file per expert has no dimension of experts
+        tensors_by_name[name] = StoredTensor(
+            view, spans[logical][skipped_dims:], shape[skipped_dims:], frozenset((name,))
+        )
     for layer, block in zip(share.layers, decoder.blocks, strict=True):
         if isinstance(block.mlp, Moe):
-            entries |= _fuse_experts(decoder, shapes, layer, block.mlp)
-    return entries
+            tensors_by_name |= _fuse_experts(decoder, shapes, layer, block.mlp)
+    return tensors_by_name
 
 
-def canonical(name: str, config: ModelConfig) -> str:
-    """The name that this module uses for a tensor. transformers v5 calls Mixtral's block ``mlp`` in memory,
-    and a file may have either name."""
+def normalise_name(name: str, config: ModelConfig) -> str:
+    """Return the name that this module uses for a tensor. transformers v5 calls Mixtral's block ``mlp`` in
+    memory, and a file may have either name."""
     return name.replace(".mlp.", ".block_sparse_moe.") if config.model_type == "mixtral" else name
 
 
 def is_extra_layer(name: str, config: ModelConfig) -> bool:
-    """Whether a tensor is of a multi-token-prediction layer, which DeepSeek-V3 files have after the last
-    layer."""
+    """Return whether a tensor is of a layer after the last, as DeepSeek-V3 files have them for multi-token
+    prediction."""
     match = re.match(r"model\.layers\.(\d+)\.", name)
     return config.mla is not None and match is not None and int(match[1]) >= config.num_layers
 
 
 def is_redundant(name: str, config: ModelConfig) -> bool:
-    """Whether a tensor repeats what is known anyway: a tied head, or rotary frequencies in old files."""
+    """Return whether a tensor is not needed: a head that config.json ties to the embedding, or rotary
+    frequencies, which are computed."""
     return name.endswith("rotary_emb.inv_freq") or (config.tie_embeddings and name == "lm_head.weight")
 
 
 def _list_tensors(decoder: Decoder) -> Iterator[tuple[str, str, int | None, Tensor]]:
-    """(name in a checkpoint, name in ``share.find_spans``, expert or None, view) of every kept tensor."""
+    """Yield (name in a checkpoint, name in ``share.find_spans``, expert or None, view) for every tensor that
+    the decoder keeps."""
     config, share = decoder.config, decoder.share
     if share.has_embedding or (share.has_head and config.tie_embeddings):
         yield "model.embed_tokens.weight", "embed", None, decoder.embed
@@ -113,7 +119,7 @@ def _list_tensors(decoder: Decoder) -> Iterator[tuple[str, str, int | None, Tens
         for name, role, weight in _list_vectors(block):
             yield f"model.layers.{layer}.{name}", f"layers.{layer}.{role}", None, weight
     for logical, linear in decoder.named_linears().items():
-        module = hf_module(logical, config.model_type)
+        module = name_hf_module(logical, config.model_type)
         if linear.weight.dim() == 3:
             for expert, weight in zip(_list_experts(decoder, logical), linear.weight.unbind(), strict=True):
                 yield f"{module.format(expert)}.weight", logical, expert, weight
@@ -128,7 +134,8 @@ def _list_tensors(decoder: Decoder) -> Iterator[tuple[str, str, int | None, Tens
 
 
 def _list_vectors(block: Block) -> Iterator[tuple[str, str, Tensor]]:
-    """(name in a checkpoint, name in the decoder, weight) of a layer's norms and correction bias."""
+    """Yield (name in a checkpoint, name in the decoder, weight) for the norms and the correction bias of a
+    layer."""
     attn = block.attn
     yield "input_layernorm.weight", "attn_norm", block.attn_norm
     if block.attn_out_norm is None or block.mlp_out_norm is None:
@@ -150,7 +157,7 @@ def _list_vectors(block: Block) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def _list_experts(decoder: Decoder, logical: str) -> Sequence[int]:
-    """The ids of the experts of a layer that the share keeps, in its order."""
+    """Return the ids of the experts of a layer that the share keeps, in its order."""
     moe, ids = decoder.config.moe, decoder.share.experts
     assert moe is not None
     return range(moe.num_experts) if ids is None else ids[moe.layers.index(int(logical.split(".")[1]))]
@@ -158,25 +165,28 @@ def _list_experts(decoder: Decoder, logical: str) -> Sequence[int]:
 
 def _fuse_experts(
     decoder: Decoder, shapes: dict[str, tuple[int, ...]], layer: int, moe: Moe
-) -> dict[str, Stored]:
-    """All experts of a layer as two tensors, with the names that each contains."""
-    config, entries = decoder.config, {}
+) -> dict[str, StoredTensor]:
+    """Return all experts of a layer as two tensors: gate and up together, and down."""
+    config, tensors_by_name = decoder.config, {}
     for name, roles, view in (("gate_up", ("gate", "up"), moe.gate_up), ("down", ("down",), moe.down)):
         logical = [f"layers.{layer}.experts.{role}" for role in roles]
-        modules = [hf_module(name, config.model_type) for name in logical]
-        count, outputs, inputs = shapes[logical[0]]
-        shape = (count, outputs * len(roles), inputs)
+        modules = [name_hf_module(logical_name, config.model_type) for logical_name in logical]
+        num_experts, outputs, inputs = shapes[logical[0]]
+        shape = (num_experts, outputs * len(roles), inputs)
         spans = find_spans(config, decoder.share, f"layers.{layer}.moe.{name}", shape)
         ids = _list_experts(decoder, logical[0])
-        covers = frozenset(f"{module.format(expert)}.weight" for module in modules for expert in ids)
+        names = frozenset(f"{module.format(expert)}.weight" for module in modules for expert in ids)
         assert isinstance(view, Tensor)  # codes are made of a decoder that has been loaded
-        entries[f"{modules[0].partition('{}')[0]}{name}_proj"] = Stored(view, spans, shape, covers)
-    return entries
+        tensors_by_name[f"{modules[0].partition('{}')[0]}{name}_proj"] = StoredTensor(
+            view, spans, shape, names
+        )
+    return tensors_by_name
 
 
 def _collect_whole_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Shapes of the whole tensors that ranks may cut: linear maps, their biases, embedding and head."""
-    linears = linear_shapes(config)
+    """Return the shapes, in the whole model, of the tensors that ranks may cut: linear maps, their biases,
+    embedding and head."""
+    linears = compute_linear_shapes(config)
     biases = {f"{name}.bias": (shape[-2],) for name, shape in linears.items()}
     table = (config.vocab_size, config.hidden_size)
     return linears | biases | {"embed": table, "head": table}

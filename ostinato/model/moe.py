@@ -21,14 +21,14 @@ from torch.autograd.function import once_differentiable
 from ostinato.model.config import MoEConfig, Scoring
 from ostinato.model.elementwise import silu_mul
 from ostinato.model.gemm import Gemm
-from ostinato.model.weights import Quantised, Weight, save_weight, saved_weight
+from ostinato.model.weights import Quantised, Weight, load_saved_weight, save_weight
 from ostinato.types import NO_EXPERT
 
 
 class ExpertLora(NamedTuple):
-    """Low-rank updates of all experts of a layer, ready to use; rank R = 2r for gate and up together.
+    """Low-rank updates of all experts of a layer, ready to use. Gate and up together have the rank R = 2r.
 
-    A factor is either per expert [E, ...] or, in the shared_outer scheme, shared by all (no first dimension).
+    A factor is per expert [E, ...], or in the shared_outer scheme shared by all, without the first dimension.
     """
 
     gate_up_a: Tensor  # [E, R, D] or [R, D]
@@ -41,15 +41,15 @@ class ExpertLora(NamedTuple):
 def route(
     logits: Tensor, moe: MoEConfig, bias: Tensor | None = None, routing: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Experts of every token, their mixture weights, and the model's own choice:
-    (ids [T, K] int64, weights [T, K] fp32, native [T, K] int64).
+    """Return the experts of every token, their mixture weights, and the model's own choice: (ids [T, K]
+    int64, weights [T, K] fp32, native [T, K] int64).
 
     ``logits`` [T, E] fp32. ``bias`` [E] is DeepSeek-V3's correction, which acts on the choice only (arXiv
-    2412.19437 section 2.1.2). ``routing`` [T, K] replays a choice (R3, arXiv 2510.11370); a row of NO_EXPERT
-    chooses natively. Without it, ids and native are one tensor.
+    2412.19437 section 2.1.2). ``routing`` [T, K] replays a choice (R3, arXiv 2510.11370); in a row of
+    NO_EXPERT the model chooses. Without a routing, ids and native are one tensor.
     """
     scores = _sigmoid(logits) if moe.scoring == Scoring.SIGMOID else logits.softmax(dim=-1)
-    ids = native = choose(scores.detach(), moe, bias)
+    ids = native = choose_experts(scores.detach(), moe, bias)
     if routing is not None:
         routing = routing.long()  # torch takes 255 in a byte for -1
         ids = torch.where(routing[:, :1] == NO_EXPERT, native, routing)
@@ -61,72 +61,78 @@ def route(
 
 
 def _sigmoid(x: Tensor) -> Tensor:
-    """The sigmoid, with the same rounding in every batch. torch's own rounds differently where the size of a
-    tensor is no multiple of its vector width, so a token's weights would depend on the number of tokens."""
+    """Compute the sigmoid, with the same rounding in every batch. torch's own rounds differently if the size
+    of a tensor is no multiple of its vector width, so a token's weights would depend on the number of
+    tokens."""
     return 1 / (1 + (-x.clamp(min=-80)).exp())  # below -80 the exponential overflows, and its gradient is NaN
 
 
-def choose(scores: Tensor, moe: MoEConfig, bias: Tensor | None) -> Tensor:
-    """The top-K experts [T, K] by score + bias, within the best groups when experts are grouped.
+def choose_experts(scores: Tensor, moe: MoEConfig, bias: Tensor | None) -> Tensor:
+    """Choose the top-K experts [T, K] by score + bias, within the best groups when experts are grouped.
 
-    A group is as good as the sum of its two best experts (DeepSeek-V3, arXiv 2412.19437 section 2.1.2).
+    The rank of a group is the sum of its two best experts (DeepSeek-V3, arXiv 2412.19437 section 2.1.2).
     """
     return _rank_scores(scores, moe, bias).topk(moe.top_k, dim=-1).indices
 
 
 def _rank_scores(scores: Tensor, moe: MoEConfig, bias: Tensor | None) -> Tensor:
-    """The values by which experts are chosen, [T, E]: score + bias, -inf outside of the best groups."""
+    """Compute the values by which experts are chosen, [T, E]: score + bias, and -inf outside of the best
+    groups."""
     if bias is not None:
         scores = scores + bias
     if moe.num_groups > 1:
         groups = scores.unflatten(1, (moe.num_groups, -1))
-        best = groups.topk(2, dim=-1).values.sum(dim=-1)
-        mask = torch.zeros_like(best, dtype=torch.bool)
-        mask.scatter_(1, best.topk(moe.topk_groups, dim=-1, sorted=False).indices, True)
+        group_values = groups.topk(2, dim=-1).values.sum(dim=-1)
+        mask = torch.zeros_like(group_values, dtype=torch.bool)
+        mask.scatter_(1, group_values.topk(moe.topk_groups, dim=-1, sorted=False).indices, True)
         scores = groups.masked_fill(~mask.unsqueeze(-1), -torch.inf).flatten(1)
     return scores
 
 
-def routing_margins(logits: Tensor, moe: MoEConfig, bias: Tensor | None = None) -> Tensor:
-    """By how much the last chosen expert beats the first expert left out, [T] fp32 in units of the logits.
+def compute_routing_margins(logits: Tensor, moe: MoEConfig, bias: Tensor | None = None) -> Tensor:
+    """Compute by how much the last expert chosen exceeds the first expert that is not chosen, [T] fp32 in
+    units of the logits.
 
-    With a correction bias it is the least that a logit has to move for a flip: four times the difference of
-    score + bias, since no sigmoid is steeper than 1/4. NaN where there is no other expert to choose.
+    With a correction bias it is the smallest change of a logit that can flip the choice: four times the
+    difference of score + bias, since no sigmoid is steeper than 1/4. NaN if there is no other expert to
+    choose.
     """
     nans = logits.new_full(logits.shape[:1], torch.nan)
     if moe.top_k == moe.num_experts:
         return nans
     scores = _sigmoid(logits) if moe.scoring == Scoring.SIGMOID else logits.softmax(dim=-1)
-    best = _rank_scores(scores, moe, bias).topk(moe.top_k + 1, dim=-1)
-    values = best.values * 4 if bias is not None else logits.gather(1, best.indices)
-    margin = (values[:, -2] - values[:, -1]).clamp(min=0)
-    return torch.where(best.values[:, -1] > -torch.inf, margin, nans)
+    ranking = _rank_scores(scores, moe, bias).topk(moe.top_k + 1, dim=-1)
+    compared_values = ranking.values * 4 if bias is not None else logits.gather(1, ranking.indices)
+    margins = (compared_values[:, -2] - compared_values[:, -1]).clamp(min=0)
+    return torch.where(ranking.values[:, -1] > -torch.inf, margins, nans)
 
 
 def check_routing(routing: Tensor, num_tokens: int, moe: MoEConfig) -> None:
-    """Raise ValueError for a routing [T, L_moe, K] that cannot be replayed."""
-    if fault := routing_fault(routing, num_tokens, moe):
+    """Raise ValueError for a routing [T, L_moe, K] that cannot be replayed, as ``find_routing_fault``
+    describes."""
+    if fault := find_routing_fault(routing, num_tokens, moe):
         raise ValueError(fault)
 
 
-def routing_fault(routing: Tensor, num_tokens: int, moe: MoEConfig) -> str:
-    """Return why a routing [T, L_moe, K] cannot be replayed, in one sentence: wrong shape or type, ids out of
-    range or repeated, rows known in part. Empty if it can."""
-    expected = (num_tokens, len(moe.layers), moe.top_k)
-    if tuple(routing.shape) != expected:
-        return f"routing has shape {tuple(routing.shape)}; [tokens, MoE layers, K] is {expected}"
+def find_routing_fault(routing: Tensor, num_tokens: int, moe: MoEConfig) -> str:
+    """Return, in one sentence, why a routing [T, L_moe, K] cannot be replayed; "" if it can. The reasons are
+    a wrong shape or type, ids out of range, an expert twice in a row, and a row with NO_EXPERT in some slots
+    only."""
+    expected_shape = (num_tokens, len(moe.layers), moe.top_k)
+    if tuple(routing.shape) != expected_shape:
+        return f"routing has shape {tuple(routing.shape)}; [tokens, MoE layers, K] is {expected_shape}"
     if routing.dtype.is_floating_point:
         return f"routing has dtype {routing.dtype}; give integer expert ids"
     if routing.numel() == 0:
         return ""
-    low, high = (int(bound) for bound in routing.aminmax())
-    if high >= moe.num_experts or low < NO_EXPERT:
-        return f"routing has ids from {low} to {high}; experts are 0 to {moe.num_experts - 1}"
+    min_id, max_id = (int(bound) for bound in routing.aminmax())
+    if max_id >= moe.num_experts or min_id < NO_EXPERT:
+        return f"routing has ids from {min_id} to {max_id}; experts are 0 to {moe.num_experts - 1}"
     ids = routing.short() if routing.dtype == torch.uint8 else routing  # torch takes 255 in a byte for -1
     is_absent = ids == NO_EXPERT
     if bool((is_absent != is_absent[..., :1]).any()):
         return f"routing has a row with some slots {NO_EXPERT}; a row is given whole or not at all"
-    shifts = range(1, moe.top_k)  # compares every two slots in place: a sort would copy and be slower
+    shifts = range(1, moe.top_k)  # every two slots are compared in place, since a sort would copy them
     if any(
         bool(((ids[..., shift:] == ids[..., :-shift]) & ~is_absent[..., shift:]).any()) for shift in shifts
     ):
@@ -145,23 +151,23 @@ def experts(
     gemm: Gemm | None = None,
     gate: Callable[[Tensor], Tensor] = silu_mul,
 ) -> Tensor:
-    """The mixture sum_k weights[t, k] * expert_{ids[t, k]}(x_t): x [T, D] -> [T, D].
+    """Compute the mixture sum_k weights[t, k] * expert_{ids[t, k]}(x_t): x [T, D] -> [T, D].
 
     ``gate_up`` [E, 2F, D], ``down`` [E, D, F]. Tokens are sorted by expert, so each expert is one matrix
-    product over its own rows. ``gemm``: products of frozen bf16 experts; None: torch's.
-    ``gate``: silu(gate) * up. The slow twin is ``experts_loop``.
+    product over its own rows. ``gemm``: products of frozen bf16 experts and of codes; None: torch's.
+    ``gate``: computes silu(gate) * up. The slow twin is ``experts_loop`` in the tests.
     """
-    K = ids.shape[1]
+    top_k = ids.shape[1]
     sorted_ids, order = ids.flatten().sort(stable=True)  # [S], rows grouped by expert
-    numbers = torch.arange(gate_up.shape[0], device=ids.device)
+    expert_ids = torch.arange(gate_up.shape[0], device=ids.device)
     # no bincount, which would wait for the GPU
-    ends = torch.searchsorted(sorted_ids, numbers, right=True, out_int32=True)
-    token = order // K
+    ends = torch.searchsorted(sorted_ids, expert_ids, right=True, out_int32=True)
+    token_idx = order // top_k
     return mixture(
         x,
         ends,
-        lambda rows: rows.index_select(0, token),
-        lambda rows: _combine(rows, order, weights),
+        lambda rows: rows.index_select(0, token_idx),
+        lambda rows: _sum_rows(rows, order, weights),
         gate_up,
         down,
         lora,
@@ -182,9 +188,9 @@ def mixture(
     gemm: Gemm | None = None,
     gate: Callable[[Tensor], Tensor] = silu_mul,
 ) -> Tensor:
-    """The arithmetic of ``experts``, however the rows are sorted: x [T, D] -> [T, D].
+    """Compute ``experts`` for rows that are sorted in any way: x [T, D] -> [T, D].
 
-    ``spread``: [T, N] -> [S, N], a copy of a row for each of its experts, sorted by expert; ``ends`` [E] are
+    ``spread``: [T, N] -> [S, N], a copy of a row for each of its experts, sorted by expert. ``ends`` [E] are
     the ends of the experts' rows. ``combine``: [S, N] -> [T, N], the weighted sum of the copies of a row. S
     may differ from T * K, and T may be 0.
     """
@@ -207,8 +213,9 @@ def mixture(
     return out + combine(_multiply_factor(low, lora.down_b, ends))
 
 
-def _combine(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
-    """Undo the sort and sum: rows [S, N] in expert order -> [T, N]. Deterministic, unlike index_add."""
+def _sum_rows(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
+    """Undo the sort and sum the weighted rows of each token: rows [S, N] in the order of experts -> [T, N].
+    The order of the sum is fixed, which ``index_add`` does not guarantee."""
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(order.numel(), device=order.device)
     by_token = rows.index_select(0, inverse).view(*weights.shape, rows.shape[-1])
@@ -216,15 +223,15 @@ def _combine(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
 
 
 def _multiply_factor(x: Tensor, factor: Tensor, ends: Tensor) -> Tensor:
-    """``grouped_linear`` with a factor of few columns. On a CPU bf16 is widened: the numbers of rows differ
-    in every batch, and torch's bf16 product compiles a kernel for each new number (0.5 ms)."""
+    """Compute ``grouped_linear`` with a factor of an adapter. On a CPU bf16 is widened: the numbers of rows
+    differ in every batch, and torch's bf16 product compiles a kernel for each new number (0.5 ms)."""
     if x.dtype != torch.bfloat16 or x.is_cuda:
         return grouped_linear(x, factor, ends)
     return _WideGrouped.apply(x, factor, ends)  # type: ignore[return-value]
 
 
 class _WideGrouped(torch.autograd.Function):
-    """Products of bf16 rows and factors in fp32, rounded once; the tensors saved for the backward are
+    """Products of bf16 rows and factors in fp32, each rounded once. The tensors saved for the backward are
     bf16."""
 
     @staticmethod
@@ -250,11 +257,13 @@ class _WideGrouped(torch.autograd.Function):
 
 
 def grouped_linear(x: Tensor, weight: Weight, ends: Tensor, gemm: Gemm | None = None) -> Tensor:
-    """Rows [ends[e-1], ends[e]) of x [S, K] times weight[e]^T of [E, N, K] -> [S, N]. ``ends`` [E] int32.
-    ``gemm``: for frozen bf16 weights and codes on a CPU."""
-    if not x.shape[0]:  # no rows: empty, but in the graph, since other ranks wait for this backward
-        first = weight[0]
-        return F.linear(x, first.to(x.dtype)) if isinstance(first, Tensor) else first.product(x).to(x.dtype)
+    """Multiply rows [ends[e-1], ends[e]) of x [S, K] by weight[e]^T of [E, N, K] -> [S, N]. ``ends`` [E]
+    int32. ``gemm`` computes frozen bf16 weights and codes on a CPU; None: torch does."""
+    if not x.shape[0]:  # an empty result, but in the graph, since other ranks wait for its backward
+        expert = weight[0]
+        return (
+            F.linear(x, expert.to(x.dtype)) if isinstance(expert, Tensor) else expert.product(x).to(x.dtype)
+        )
     if isinstance(weight, Quantised):
         nt, nn = (gemm.nt, gemm.nn) if gemm is not None else (_multiply_codes_nt, _multiply_codes_nn)
         return _FrozenGrouped.apply(x, weight, ends, nt, nn)  # type: ignore[return-value]
@@ -262,7 +271,7 @@ def grouped_linear(x: Tensor, weight: Weight, ends: Tensor, gemm: Gemm | None = 
         return _FrozenGrouped.apply(x, weight, ends, gemm.nt, gemm.nn)  # type: ignore[return-value]
     if weight.dtype != x.dtype:
         return _FrozenGrouped.apply(x, weight, ends, _widen_nt, _widen_nn)  # type: ignore[return-value]
-    if _can_group_mm(x, weight):
+    if _can_multiply_grouped(x, weight):
         return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
     return _map_experts(x, ends, lambda rows, expert: F.linear(rows, weight[expert]))
 
@@ -284,8 +293,8 @@ def _widen_nn(rows: Tensor, weight: Tensor) -> Tensor:
 
 
 class _FrozenGrouped(torch.autograd.Function):
-    """Frozen experts, one product after the other: ``nt`` (rows, w) -> rows w^T, ``nn`` -> rows w. If experts
-    are stored in fewer bits than x, only one at a time is widened."""
+    """Products of rows and frozen experts, one expert after the other: ``nt`` (rows, w) -> rows w^T, ``nn``
+    -> rows w. If experts are stored in fewer bits than x, one at a time is widened."""
 
     @staticmethod
     def forward(ctx, x, weight, ends, nt, nn):
@@ -296,13 +305,14 @@ class _FrozenGrouped(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        ends, weight = saved_weight(ctx)
+        ends, weight = load_saved_weight(ctx)
         grad_x = _map_experts(grad, ends, lambda rows, expert: ctx.nn(rows, weight[expert]))
         return grad_x, None, None, None, None
 
 
 def _map_experts(x: Tensor, ends: Tensor, product: Callable[[Tensor, int], Tensor]) -> Tensor:
-    """Apply ``product`` to the rows of every expert that has any; x has at least one row."""
+    """Apply ``product`` to the rows of every expert that has any, and concatenate the results. At least one
+    expert must have rows."""
     parts, start = [], 0
     for expert, end in enumerate(ends.tolist()):
         if end > start:
@@ -311,8 +321,9 @@ def _map_experts(x: Tensor, ends: Tensor, product: Callable[[Tensor, int], Tenso
     return torch.cat(parts)
 
 
-def _can_group_mm(x: Tensor, weight: Tensor) -> bool:
-    """Whether torch's grouped product takes these: rows of 16 bytes and, on CUDA, bf16."""
+def _can_multiply_grouped(x: Tensor, weight: Tensor) -> bool:
+    """Return whether torch's grouped product takes these: rows of a multiple of 16 bytes, in bf16, or on a
+    CPU in fp32."""
     if x.dtype not in ((torch.bfloat16,) if x.is_cuda else (torch.bfloat16, torch.float32)):
         return False
     return all(width * x.element_size() % 16 == 0 for width in weight.shape[1:])

@@ -11,29 +11,30 @@ SMOLLM = "smollm2-135m"
 HUB_NAME = r"[\w.-]+/[\w.-]+"
 
 
-def model_folder(path: str) -> Path:
-    """The Hugging Face folder of ``model.path``; a hub name is downloaded, GGUF is unpacked once.
+def find_model_folder(path: str) -> Path:
+    """Return the Hugging Face folder of ``model.path``. A model of the hub is downloaded, and one in GGUF is
+    converted into the user's cache, unless that was done before.
 
-    Raises ValueError when there is no such model.
+    Raises ValueError when there is no such model, and when it cannot be downloaded or converted.
     """
     if path == SMOLLM:
-        from ostinato.model.gguf import smollm2_folder
+        from ostinato.model.gguf import make_smollm2_folder
 
-        return smollm2_folder()
+        return make_smollm2_folder()
     if is_gguf(path):
-        from ostinato.model.gguf import gguf_folder
+        from ostinato.model.gguf import make_gguf_folder
 
-        return gguf_folder(Path(path).expanduser())
-    return local_folder(path) or _download(path)
+        return make_gguf_folder(Path(path).expanduser())
+    return find_local_folder(path) or _download(path)
 
 
 def is_gguf(path: str) -> bool:
-    """Whether ``model.path`` is a file of llama.cpp's format."""
+    """Return whether ``path`` is the name of an existing file of llama.cpp's format."""
     return path.endswith(".gguf") and Path(path).expanduser().is_file()
 
 
-def local_folder(path: str) -> Path | None:
-    """The folder of ``model.path``; None for a model that is downloaded or unpacked first.
+def find_local_folder(path: str) -> Path | None:
+    """Return the folder of ``model.path``, or None for a model that has to be downloaded or converted first.
 
     Raises ValueError if ``path`` cannot be a model.
     """
@@ -51,6 +52,7 @@ def local_folder(path: str) -> Path | None:
 
 
 def _find_asset(path: str) -> Path:
+    """Return the folder of a packaged model. Raises ValueError if there is none of this name."""
     name = path.removeprefix("asset:")
     names = sorted(folder.parent.name for folder in ASSETS.glob("*/config.json"))
     if name in names:
@@ -65,6 +67,7 @@ def _find_asset(path: str) -> Path:
 
 
 def _download(name: str) -> Path:
+    """Download a model of the hub, unless it is in the hub's cache; return its folder. Raises ValueError."""
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError

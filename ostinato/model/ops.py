@@ -30,7 +30,7 @@ from ostinato.types import Segment
 T = TypeVar("T")
 
 
-def same(value: T) -> T:
+def return_unchanged(value: T) -> T:
     """Return ``value``: the identity."""
     return value
 
@@ -51,9 +51,15 @@ class Ops:
     gelu_mul: Callable[[Tensor], Tensor] = gelu_mul  # the same with another gate
     # additional steps of one of several ranks (``parallel``); identities on a single rank
     embed: Callable[[Tensor, Tensor], Tensor] = F.embedding  # (tokens [T], weight [V, D]) -> own rows
-    enter: Callable[[Tensor], Tensor] = same  # own rows -> all rows, for a linear map with cut outputs
-    leave: Callable[[Tensor], Tensor] = same  # partial sums of a map with cut inputs -> own rows of the sum
-    gather: Callable[[Block], Block] = same  # a layer whose weights are sharded -> the whole layer
+    enter: Callable[[Tensor], Tensor] = (
+        return_unchanged  # own rows -> all rows, for a linear map with cut outputs
+    )
+    leave: Callable[[Tensor], Tensor] = (
+        return_unchanged  # partial sums of a map with cut inputs -> own rows of the sum
+    )
+    gather: Callable[[Block], Block] = (
+        return_unchanged  # a layer whose weights are sharded -> the whole layer
+    )
     # for the trainer's forward
     attention: Callable[[tuple[Segment, ...]], Attend] = PackedAttention  # for the rows of a microbatch
     # (logits [n, V] fp32, temperature, targets [n]) -> [n] log-probabilities; None: those of torch's softmax
@@ -66,8 +72,8 @@ class Ops:
 def linear(
     x: Tensor, weight: Weight, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """x weight^T + bias in x's type, or in ``out_dtype``: then the operands are widened first, except on a
-    GPU, where products of 16 bits with sums in fp32 are as exact. A weight of fewer bits is widened too.
+    """Compute x weight^T + bias in x's type or in ``out_dtype``. Operands of fewer bits are widened first,
+    except on a GPU, where products of 16 bits with sums in fp32 are as exact.
 
     For a quantised weight products, sums, scale and bias are fp32, and the result is rounded once.
     """
@@ -75,30 +81,31 @@ def linear(
         y = weight.product(x)
         return (y if bias is None else y + bias.float()).to(out_dtype or x.dtype)
     dtype = out_dtype or x.dtype
-    if sums_wide(x, weight, dtype):
+    if can_sum_wide(x, weight, dtype):
         y = torch.mm(x, weight.T, out_dtype=dtype)
         return y if bias is None else y + bias.to(dtype)
     return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
 
-def sums_wide(x: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
-    """Whether torch multiplies bf16 without widening it and returns fp32: on a GPU, without autograd."""
+def can_sum_wide(x: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether torch multiplies bf16 without widening it and returns fp32: on a GPU, without
+    autograd."""
     is_bf16 = x.dtype == weight.dtype == torch.bfloat16 and dtype == torch.float32
     needs_gradient = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     return is_bf16 and x.is_cuda and x.dim() == 2 and not needs_gradient
 
 
 def product(x: Tensor, weight: Weight) -> Tensor:
-    """x [M, N] weight [N, K] -> [M, K] in x's type."""
+    """Compute x [M, N] weight [N, K] -> [M, K] in x's type."""
     if isinstance(weight, Quantised):
         return weight.transposed_product(x).to(x.dtype)
     return torch.mm(x, weight.to(x.dtype))
 
 
 def add_lora(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """y + scale * x a^T b^T: a linear map with its low-rank adapter (arXiv 2106.09685 section 4.1).
+    """Compute y + scale * x a^T b^T: a linear map with its low-rank adapter (arXiv 2106.09685 section 4.1).
 
-    x [T, K], a [r, K], b [N, r], y [T, N]; outside of autograd an implementation may overwrite y.
+    x [T, K], a [r, K], b [N, r], y [T, N]. Outside of autograd an implementation may overwrite y.
     """
     return y + F.linear(F.linear(x, a) * scale, b)
 

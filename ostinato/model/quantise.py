@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ostinato.model.decoder import Decoder
-from ostinato.model.weights import Quantised, fingerprint_stride, is_quantised
+from ostinato.model.weights import Quantised, compute_fingerprint_stride, is_quantised
 
 
 class Weights(StrEnum):
@@ -30,19 +30,19 @@ class Weights(StrEnum):
 
 
 def quantise(decoder: Decoder, kind: Weights, dtype: torch.dtype = torch.bfloat16) -> Decoder:
-    """Make the decoder over weights of ``kind``: matrices that are not quantised in bf16, all else in
+    """Make the decoder over weights of ``kind``: matrices that are not quantised are in bf16, all else in
     ``dtype``.
 
     For MODEL, and for BF16 of a bf16 model, this is ``decoder`` itself. Otherwise it has weights of its own,
-    but shares with ``decoder`` those that are equal and not quantised. Later changes of ``decoder`` do not
-    reach it.
+    except for those that are neither quantised nor cast: these are the decoder's. Raises ValueError for a
+    weight that is to be quantised and is not finite.
     """
     if kind is Weights.MODEL or (kind is Weights.BF16 and decoder.dtype == torch.bfloat16):
         return decoder
 
     def convert(name: str, weight: nn.Parameter) -> nn.Parameter | Quantised:
         if kind is not Weights.BF16 and is_quantised(name, weight.shape):
-            return codes(weight.detach(), kind)
+            return encode_weight(weight.detach(), kind)
         own_dtype = torch.bfloat16 if weight.dim() > 1 else dtype
         return weight if name.endswith("correction_bias") else _freeze(weight.detach().to(own_dtype))
 
@@ -56,18 +56,21 @@ def quantise(decoder: Decoder, kind: Weights, dtype: torch.dtype = torch.bfloat1
     )
 
 
-def own_bytes(decoder: Decoder, beside: Decoder | None = None) -> int:
-    """Bytes of the decoder's weights, without those that it shares with ``beside``."""
-    shared = {weight.data_ptr() for weight in beside.parameters()} if beside is not None else set()
-    num_bytes = sum(weight.nbytes for weight in decoder.parameters() if weight.data_ptr() not in shared)
+def count_own_bytes(decoder: Decoder, other: Decoder | None = None) -> int:
+    """Count the bytes of the decoder's weights, without those that it shares with ``other``."""
+    shared_pointers = {weight.data_ptr() for weight in other.parameters()} if other is not None else set()
+    num_bytes = sum(
+        weight.nbytes for weight in decoder.parameters() if weight.data_ptr() not in shared_pointers
+    )
     return num_bytes + sum(weight.nbytes for weight in decoder.quantised.values())
 
 
-def codes(weight: Tensor, kind: Weights) -> Quantised:
-    """``weight`` [..., N, K] as int8 or fp8 codes with a scale per row."""
-    samples = weight.flatten()[:: fingerprint_stride(weight.numel())].bfloat16()
+def encode_weight(weight: Tensor, kind: Weights) -> Quantised:
+    """Encode ``weight`` [..., N, K] as int8 or fp8 codes with a scale per row. Raises ValueError if a value
+    is not finite."""
+    samples = weight.flatten()[:: compute_fingerprint_stride(weight.numel())].bfloat16()
     if weight.dim() > 2:  # an expert at a time, so that the widened copy is small
-        experts = [codes(expert, kind) for expert in weight]
+        experts = [encode_weight(expert, kind) for expert in weight]
         tiles, scales = (
             torch.stack([getattr(expert, name) for expert in experts]) for name in ("tiles", "scale")
         )
@@ -82,10 +85,10 @@ def codes(weight: Tensor, kind: Weights) -> Quantised:
     return Quantised.of(ratio.to(torch.float8_e4m3fn), scale.squeeze(-1), samples)
 
 
-def _compute_scale(weight: Tensor, largest: float) -> Tensor:
-    """The scales [..., N, 1] that map the largest magnitude of each row to ``largest``; 1 for a row of
-    zeros."""
-    scale = weight.abs().amax(dim=-1, keepdim=True) / largest
+def _compute_scale(weight: Tensor, max_code: float) -> Tensor:
+    """Compute the scales [..., N, 1] that map the largest magnitude of each row to ``max_code``. A row of
+    zeros has the scale 1."""
+    scale = weight.abs().amax(dim=-1, keepdim=True) / max_code
     return torch.where(scale > 0, scale, 1.0)
 
 

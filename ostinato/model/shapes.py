@@ -38,10 +38,10 @@ class ExpertScheme(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterSpec:
-    """Which maps are adapted, at which rank, and with which scale.
+    """Which maps are adapted, at which rank, and with which scale. Raises ValueError for a wrong value.
 
     ``targets`` are roles (attn, mlp, shared, experts, router) or single maps (attn.q, experts.down). A role
-    that a model lacks is skipped; a single map that it lacks is refused.
+    that a model lacks is skipped; a single map that it lacks is refused by ``compute_adapter_shapes``.
     """
 
     rank: int = 16
@@ -69,60 +69,68 @@ class AdapterSpec:
                 f"adapter.expert_scheme is {self.expert_scheme!r}; use {' or '.join(ExpertScheme)}"
             )
 
-    def rank_of(self, name: str) -> int:
-        """Rank of the adapter with this logical name."""
+    def get_rank(self, name: str) -> int:
+        """Return the rank of the adapter of the map with this logical name."""
         return self.expert_rank or self.rank if ".experts." in name else self.rank
 
-    def scale_of(self, name: str) -> float:
-        """alpha / rank of the adapter with this logical name."""
-        return self.alpha / self.rank_of(name)
+    def get_scale(self, name: str) -> float:
+        """Return alpha / rank of the adapter of the map with this logical name."""
+        return self.alpha / self.get_rank(name)
 
 
-def linear_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """(out, in) of every linear map by logical name; experts have (E, out, in). Order: layer by layer."""
+def compute_linear_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Compute (out, in) of every linear map by logical name, layer by layer; experts have (E, out, in)."""
     shapes: dict[str, tuple[int, ...]] = {}
     for layer in range(config.num_layers):
         shapes.update(
-            {f"layers.{layer}.{name}": shape for name, shape in layer_shapes(config, layer).items()}
+            {f"layers.{layer}.{name}": shape for name, shape in compute_layer_shapes(config, layer).items()}
         )
     return shapes
 
 
-def layer_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
-    """``linear_shapes`` of one layer, by name within it."""
-    hidden, heads, mla, moe = config.hidden_size, config.num_heads, config.mla, config.moe
-    queries, keys = heads * config.head_dim, config.num_kv_heads * config.head_dim
+def compute_layer_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
+    """Compute what ``compute_linear_shapes`` does for one layer, by name within it."""
+    hidden_size, num_heads, mla, moe = config.hidden_size, config.num_heads, config.mla, config.moe
+    num_query_outputs, num_key_outputs = num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     shapes: dict[str, tuple[int, ...]] = {}
     if mla is None:
-        shapes |= {"attn.q": (queries, hidden), "attn.k": (keys, hidden), "attn.v": (keys, hidden)}
+        shapes |= {
+            "attn.q": (num_query_outputs, hidden_size),
+            "attn.k": (num_key_outputs, hidden_size),
+            "attn.v": (num_key_outputs, hidden_size),
+        }
     else:
         if mla.q_lora_rank is None:
-            shapes["attn.q"] = (queries, hidden)
+            shapes["attn.q"] = (num_query_outputs, hidden_size)
         else:
-            shapes |= {"attn.q_a": (mla.q_lora_rank, hidden), "attn.q_b": (queries, mla.q_lora_rank)}
-        shapes["attn.kv_a"] = (mla.kv_lora_rank + mla.rope_head_dim, hidden)
-        shapes["attn.kv_b"] = (heads * (mla.nope_head_dim + mla.v_head_dim), mla.kv_lora_rank)
-    shapes["attn.o"] = (hidden, heads * config.v_head_dim)
+            shapes |= {
+                "attn.q_a": (mla.q_lora_rank, hidden_size),
+                "attn.q_b": (num_query_outputs, mla.q_lora_rank),
+            }
+        shapes["attn.kv_a"] = (mla.kv_lora_rank + mla.rope_head_dim, hidden_size)
+        shapes["attn.kv_b"] = (num_heads * (mla.nope_head_dim + mla.v_head_dim), mla.kv_lora_rank)
+    shapes["attn.o"] = (hidden_size, num_heads * config.v_head_dim)
 
     def add_ffn(role: str, width: int, *experts: int) -> None:
-        shapes[f"{role}.gate"] = shapes[f"{role}.up"] = (*experts, width, hidden)
-        shapes[f"{role}.down"] = (*experts, hidden, width)
+        shapes[f"{role}.gate"] = shapes[f"{role}.up"] = (*experts, width, hidden_size)
+        shapes[f"{role}.down"] = (*experts, hidden_size, width)
 
     if moe is None or layer not in moe.layers:
         add_ffn("mlp", config.intermediate_size)
         return shapes
-    shapes["router"] = (moe.num_experts, hidden)
+    shapes["router"] = (moe.num_experts, hidden_size)
     add_ffn("experts", moe.intermediate_size, moe.num_local)
     if moe.shared_intermediate_size:
         add_ffn("shared", moe.shared_intermediate_size)
     return shapes
 
 
-def adapter_shapes(
+def compute_adapter_shapes(
     config: ModelConfig, spec: AdapterSpec
 ) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Shapes of (A, B) by logical name. Raises ValueError for a single map that the model does not have."""
-    linears = linear_shapes(config)
+    """Compute the shapes of (A, B) by logical name. Raises ValueError for a single map that the model does
+    not have, and if the targets match no map."""
+    linears = compute_linear_shapes(config)
     roles = {name.split(".", 2)[2] for name in linears}
     for target in spec.targets:
         if "." in target and target not in roles:
@@ -131,7 +139,7 @@ def adapter_shapes(
             )
     shapes = {}
     for name, (*experts, outputs, inputs) in linears.items():
-        role, rank = name.split(".", 2)[2], spec.rank_of(name)
+        role, rank = name.split(".", 2)[2], spec.get_rank(name)
         if not any(role == target or role.startswith(target + ".") for target in spec.targets):
             continue
         is_shared = bool(experts) and spec.expert_scheme == ExpertScheme.SHARED_OUTER

@@ -2,8 +2,8 @@
 
 Everything about sharding follows from ``find_spans``: the parts of a checkpoint that are read, the cuts of an
 adapter's factors, the assembly of shards for a checkpoint or a publish, and the counts of a planner.
-Names and shapes of the whole are those of ``lora.linear_shapes`` and of the decoder's parameters; a rank's
-own shapes are those of ``local_config``. No torch here: a planner imports it.
+Names and shapes of the whole are those of ``shapes.compute_linear_shapes`` and of the decoder's parameters;
+the shapes of a rank are those of ``make_local_config``. No torch here: a planner imports it.
 
 Cut by tensor ranks, after Megatron-LM (arXiv 1909.08053 section 3): the outputs of maps that read the hidden
 state (q, k, v, gate, up, the up-projections of latents), the inputs of maps that write it (o, down), the rows
@@ -64,7 +64,7 @@ class Share:
 
     @property
     def is_whole(self) -> bool:
-        """Whether everything of its layers is here."""
+        """Whether its layers are here whole."""
         return self.tensor == 1 and self.expert_tensor == 1 and self.experts is None
 
     @classmethod
@@ -72,9 +72,9 @@ class Share:
         return cls(layers=tuple(range(config.num_layers)))
 
 
-def local_config(config: ModelConfig, share: Share) -> ModelConfig:
-    """The model as if a share were all of it: its heads, widths, vocabulary rows, kept experts. Layers keep
-    their numbers and routers their outputs."""
+def make_local_config(config: ModelConfig, share: Share) -> ModelConfig:
+    """Make the config that a share would have if it were a whole model: its heads, widths, vocabulary rows
+    and kept experts. Layers keep their numbers and routers their outputs."""
     tensor_ranks, moe = share.tensor, config.moe
     if moe is not None:
         moe = replace(
@@ -94,11 +94,12 @@ def local_config(config: ModelConfig, share: Share) -> ModelConfig:
 
 
 def find_spans(config: ModelConfig, share: Share, name: str, shape: Sequence[int]) -> tuple[Spans, ...]:
-    """For each dimension of a tensor of the whole model, the indices that the share keeps, in its order.
+    """Find, for each dimension of a tensor of the whole model, the indices that the share keeps, in its
+    order.
 
     ``name``: of a logical map ("layers.3.attn.q"), of its bias (with ".bias"), of an adapter's factor
     ("layers.3.attn.q.A"), or of a parameter of the decoder ("layers.3.attn.qkv", "embed"). ``shape``: of the
-    whole tensor. A tensor that a share does not keep at all (another layer's) is not requested.
+    whole tensor. The share must keep the layer of the tensor, or its embedding or head.
     """
     spans: list[Spans] = [(range(size),) for size in shape]
     if name in ("embed", "head"):
@@ -114,18 +115,19 @@ def find_spans(config: ModelConfig, share: Share, name: str, shape: Sequence[int
     if members[0].startswith("experts.") and len(shape) == 3 and share.experts is not None and config.moe:
         ids = share.experts[config.moe.layers.index(int(layer))]
         spans[0] = _merge_runs(ids)
-    outputs = {"A": None, "B": -2, "bias": -1}.get(suffix, -2)
-    inputs = {"A": -1, "B": None, "bias": None}.get(suffix, -1)
-    cut = _find_cut_side(members[0], share)
-    if cut == "outputs" and outputs is not None:
-        spans[outputs] = _cut_stacked(config, members, shape[outputs], *_locate_part(members[0], share))
-    elif cut == "inputs" and inputs is not None:
-        spans[inputs] = (_cut_part(shape[inputs], *_locate_part(members[0], share)),)
+    output_dim = {"A": None, "B": -2, "bias": -1}.get(suffix, -2)
+    input_dim = {"A": -1, "B": None, "bias": None}.get(suffix, -1)
+    cut_side = _find_cut_side(members[0], share)
+    if cut_side == "outputs" and output_dim is not None:
+        spans[output_dim] = _cut_stacked(config, members, shape[output_dim], *_locate_part(members[0], share))
+    elif cut_side == "inputs" and input_dim is not None:
+        spans[input_dim] = (_cut_part(shape[input_dim], *_locate_part(members[0], share)),)
     return tuple(spans)
 
 
 def is_cut(share: Share, name: str, shape: Sequence[int]) -> bool:
-    """Whether the share keeps a part of this tensor that other tensor ranks do not (see ``find_spans``)."""
+    """Return whether the share keeps a part of this tensor that other tensor ranks do not keep (see
+    ``find_spans``)."""
     if name in ("embed", "head"):
         return share.tensor > 1
     if not name.startswith("layers."):
@@ -134,52 +136,56 @@ def is_cut(share: Share, name: str, shape: Sequence[int]) -> bool:
     role, _, suffix = role.rpartition(".") if role.endswith((".A", ".B", ".bias")) else (role, "", "")
     if role.endswith("_bias"):
         role, suffix = role.removesuffix("_bias"), "bias"
-    first = MEMBERS.get(role, (role,))[0]
-    if _locate_part(first, share)[0] == 1:
+    first_member = MEMBERS.get(role, (role,))[0]
+    if _locate_part(first_member, share)[0] == 1:
         return False
-    cut = _find_cut_side(first, share)
-    return (cut == "outputs" and suffix != "A") or (cut == "inputs" and suffix not in ("B", "bias"))
+    cut_side = _find_cut_side(first_member, share)
+    return (cut_side == "outputs" and suffix != "A") or (cut_side == "inputs" and suffix not in ("B", "bias"))
 
 
 def is_expert(name: str, shape: Sequence[int]) -> bool:
-    """Whether this tensor has a part for every expert. The shared factors of shared_outer have none."""
+    """Return whether this tensor has a part for every expert. The shared factors of shared_outer have
+    none."""
     return len(shape) == 3 and (".experts." in name or ".moe." in name)
 
 
-def size_of(spans: Sequence[Spans]) -> int:
-    """The number of elements in the spans of a tensor."""
+def count_elements(spans: Sequence[Spans]) -> int:
+    """Count the elements in the spans of a tensor."""
     return prod(sum(len(span) for span in ranges) for ranges in spans)
 
 
 def _find_cut_side(member: str, share: Share) -> str:
-    """The side of a logical map that is cut: "outputs", "inputs", or empty for neither."""
+    """Return the side of a logical map that is cut: "outputs", "inputs", or "" if neither is."""
     if member in OUTPUTS or member in ("experts.gate", "experts.up"):
         return "outputs"
     return "inputs" if member in INPUTS or member == "experts.down" else ""
 
 
 def _locate_part(member: str, share: Share) -> tuple[int, int]:
-    """(number of parts into which this map is cut, index of the part that the share keeps)."""
+    """Return (number of parts into which this map is cut, index of the part that the share keeps)."""
     if member.startswith("experts."):
         return share.expert_tensor, share.expert_tensor_rank
     return share.tensor, share.tensor_rank
 
 
-def _cut_stacked(config: ModelConfig, members: Sequence[str], size: int, parts: int, part: int) -> Spans:
-    """The spans, in ``size`` outputs of maps that are stacked above each other, of the same part of each
-    map."""
+def _cut_stacked(
+    config: ModelConfig, members: Sequence[str], num_outputs: int, num_parts: int, part_idx: int
+) -> Spans:
+    """Return the spans of the same part of each of several maps, which are stacked above each other in
+    ``num_outputs`` outputs."""
     if members[0] == "attn.q" and len(members) == 3:
-        heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
-        sizes = [number * config.head_dim for number in heads]
+        head_counts = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        map_sizes = [num_heads * config.head_dim for num_heads in head_counts]
     else:
-        sizes = [size // len(members)] * len(members)
-    starts = [sum(sizes[:index]) for index in range(len(sizes) + 1)]
-    return tuple(_cut_part(stop - start, parts, part, start) for start, stop in pairwise(starts))
+        map_sizes = [num_outputs // len(members)] * len(members)
+    starts = [sum(map_sizes[:index]) for index in range(len(map_sizes) + 1)]
+    return tuple(_cut_part(stop - start, num_parts, part_idx, start) for start, stop in pairwise(starts))
 
 
-def _cut_part(size: int, parts: int, part: int, start: int = 0) -> range:
-    width = size // parts
-    return range(start + part * width, start + (part + 1) * width)
+def _cut_part(size: int, num_parts: int, part_idx: int, start: int = 0) -> range:
+    """Return the span of one of equal parts of the indices from ``start`` on."""
+    part_size = size // num_parts
+    return range(start + part_idx * part_size, start + (part_idx + 1) * part_size)
 
 
 def _merge_runs(ids: Sequence[int]) -> Spans:
@@ -196,20 +202,20 @@ def _merge_runs(ids: Sequence[int]) -> Spans:
 Box = tuple[slice, ...]
 
 
-def blocks(spans: Sequence[Spans]) -> Iterator[tuple[Box, Box]]:
-    """(place in the whole, place in the part) of every contiguous block of a part, in the order of the
+def iterate_blocks(spans: Sequence[Spans]) -> Iterator[tuple[Box, Box]]:
+    """Yield (place in the whole, place in the part) for every contiguous block of a part, in the order of the
     part."""
-    by_dimension = []
+    pairs_by_dim = []
     for ranges in spans:
-        places, start = [], 0
+        place_pairs, start = [], 0
         for span in ranges:
-            places.append((slice(span.start, span.stop), slice(start, start + len(span))))
+            place_pairs.append((slice(span.start, span.stop), slice(start, start + len(span))))
             start += len(span)
-        by_dimension.append(places)
-    for block in product(*by_dimension):
-        yield tuple(whole for whole, _ in block), tuple(part for _, part in block)
+        pairs_by_dim.append(place_pairs)
+    for block in product(*pairs_by_dim):
+        yield tuple(whole_place for whole_place, _ in block), tuple(part_place for _, part_place in block)
 
 
 def is_whole(spans: Sequence[Spans], shape: Sequence[int]) -> bool:
-    """Whether the part is all of ``shape``, in its own order."""
+    """Return whether the part is all of ``shape``, in its own order."""
     return all(ranges == (range(size),) for ranges, size in zip(spans, shape, strict=True))

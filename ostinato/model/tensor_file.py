@@ -21,8 +21,8 @@ from torch import Tensor
 from ostinato.inputs import parse_json
 
 ALIGNMENT = 64  # bytes: a cache line, and the widest vector
-_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int8: "I8"}
-_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+_DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int8: "I8"}
+_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 
 
 class TensorShape(NamedTuple):
@@ -38,80 +38,93 @@ class TensorShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """The layout of a file: the header, then tensors without gaps, located by their first byte."""
+    """The layout of a file: the header, and the first byte of each of the tensors, which follow without
+    gaps."""
 
     header: bytes
     starts: Mapping[str, int]  # in the order of the file
     tensors: Mapping[str, TensorShape]
-    size: int  # bytes
+    num_bytes: int  # of the whole file
 
-    def views(self, buffer: Any) -> dict[str, Tensor]:
-        """The tensors in ``buffer``, which they keep alive."""
+    def view_tensors(self, buffer: Any) -> dict[str, Tensor]:
+        """Return the tensors of the file in ``buffer``, which they keep alive."""
         return {name: _view(buffer, self.tensors[name], start) for name, start in self.starts.items()}
 
 
-def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorShape]:
+def list_shapes(tensors: Mapping[str, Tensor]) -> dict[str, TensorShape]:
     return {name: TensorShape(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
-def layout(tensors: Mapping[str, TensorShape], metadata: Mapping[str, str]) -> Layout:
-    """Compute the layout, the same for the same content. Raises ValueError for a dtype other than fp32, bf16,
-    fp16 and int8."""
+def plan_layout(tensors: Mapping[str, TensorShape], metadata: Mapping[str, str]) -> Layout:
+    """Compute the layout. Equal arguments give the same bytes. Raises ValueError for a dtype other than fp32,
+    bf16, fp16 and int8."""
     for name, (dtype, _) in tensors.items():
-        if dtype not in _NAMES:
-            raise ValueError(f"tensor {name} is {dtype}; weights are sent in {', '.join(_NAMES.values())}")
+        if dtype not in _DTYPE_NAMES:
+            raise ValueError(
+                f"tensor {name} is {dtype}; weights are sent in {', '.join(_DTYPE_NAMES.values())}"
+            )
+    # those that fill whole cache lines come first
     names = sorted(tensors, key=lambda name: (tensors[name].nbytes % ALIGNMENT != 0, name))
     ends = np.cumsum([0, *(tensors[name].nbytes for name in names)]).tolist()
     entries: dict[str, Any] = {"__metadata__": dict(metadata)}
     for name, start, end in zip(names, ends[:-1], ends[1:], strict=True):
         dtype, shape = tensors[name]
-        entries[name] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": (start, end)}
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % ALIGNMENT)
-    header = struct.pack("<Q", len(text)) + text
+        entries[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": shape, "data_offsets": (start, end)}
+    header_json = json.dumps(entries, separators=(",", ":")).encode()
+    header_json += b" " * (-(8 + len(header_json)) % ALIGNMENT)
+    header = struct.pack("<Q", len(header_json)) + header_json
     starts = {name: len(header) + start for name, start in zip(names, ends[:-1], strict=True)}
-    return Layout(header=header, starts=starts, tensors=dict(tensors), size=len(header) + ends[-1])
+    return Layout(header=header, starts=starts, tensors=dict(tensors), num_bytes=len(header) + ends[-1])
 
 
-def read(buffer: Any) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """(metadata, tensors) of a file in memory; the tensors are views, which keep ``buffer`` alive.
+def read_tensors(buffer: Any) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """Return (metadata, tensors) of a file in memory. The tensors are views, which keep ``buffer`` alive.
 
     Raises ValueError for a file that is cut off or not in this format.
     """
     data = memoryview(buffer)
     try:
-        (length,) = struct.unpack_from("<Q", data)
-        entries = parse_json(bytes(data[8 : 8 + length]))
+        (header_bytes,) = struct.unpack_from("<Q", data)
+        entries = parse_json(bytes(data[8 : 8 + header_bytes]))
         metadata = entries.pop("__metadata__", {})
-        tensors = {name: _view_entry(buffer, entry, 8 + length, len(data)) for name, entry in entries.items()}
+        tensors = {
+            name: _view_entry(buffer, entry, 8 + header_bytes, len(data)) for name, entry in entries.items()
+        }
     except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"the file is cut off or not in the safetensors format ({error})") from error
     return metadata, tensors
 
 
-def _view_entry(buffer: Any, entry: Mapping[str, Any], start: int, size: int) -> Tensor:
-    tensor = TensorShape(_DTYPES[entry["dtype"]], tuple(entry["shape"]))
-    begin, end = entry["data_offsets"]
-    if begin < 0 or end - begin != tensor.nbytes or start + end > size:
-        raise ValueError(f"a tensor of {tensor.nbytes} bytes from {begin} to {end} of {size - start}")
-    return _view(buffer, tensor, start + begin)
+def _view_entry(buffer: Any, entry: Mapping[str, Any], start: int, num_bytes: int) -> Tensor:
+    """Return the tensor of an entry of the header. ``start``: the first byte after the header, ``num_bytes``:
+    of the file. Raises KeyError for an unknown dtype, and ValueError for bytes that are outside of the file
+    or do not fit the shape."""
+    shape = TensorShape(_DTYPES[entry["dtype"]], tuple(entry["shape"]))
+    first_byte, end_byte = entry["data_offsets"]
+    if first_byte < 0 or end_byte - first_byte != shape.nbytes or start + end_byte > num_bytes:
+        raise ValueError(
+            f"a tensor of {shape.nbytes} bytes from {first_byte} to {end_byte} of {num_bytes - start}"
+        )
+    return _view(buffer, shape, start + first_byte)
 
 
-def _view(buffer: Any, tensor: TensorShape, start: int) -> Tensor:
-    if not tensor.nbytes:
-        return torch.empty(tensor.shape, dtype=tensor.dtype)
-    count = tensor.nbytes // tensor.dtype.itemsize
-    return torch.frombuffer(buffer, dtype=tensor.dtype, count=count, offset=start).view(tensor.shape)
+def _view(buffer: Any, shape: TensorShape, start: int) -> Tensor:
+    """Return the tensor at byte ``start`` of ``buffer``; a tensor without elements has memory of its own."""
+    if not shape.nbytes:
+        return torch.empty(shape.shape, dtype=shape.dtype)
+    count = shape.nbytes // shape.dtype.itemsize
+    return torch.frombuffer(buffer, dtype=shape.dtype, count=count, offset=start).view(shape.shape)
 
 
-def raw_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor, not copied if it is contiguous on the CPU."""
+def get_bytes(tensor: Tensor) -> memoryview:
+    """Return the bytes of a tensor, without a copy if it is contiguous and on the CPU."""
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
 
 
-def file_parts(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
-    """The parts of the file in order, not copied: for ``b"".join`` or successive writes."""
-    plan = layout(shapes_of(tensors), metadata)
-    yield plan.header
-    for name in plan.starts:
-        yield raw_bytes(tensors[name])
+def iterate_parts(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
+    """Yield the header and then the bytes of each tensor, in the order of the file, for ``b"".join`` or
+    successive writes. Raises ValueError as ``plan_layout`` does."""
+    layout = plan_layout(list_shapes(tensors), metadata)
+    yield layout.header
+    for name in layout.starts:
+        yield get_bytes(tensors[name])

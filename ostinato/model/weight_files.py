@@ -11,14 +11,15 @@ from ostinato.inputs import parse_json
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 PICKLE = "pytorch_model.bin"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-_LARGEST_HEADER = 100_000_000  # bytes, the limit of the safetensors library
-_BLOCK = 1 << 24
+_MAX_HEADER_BYTES = 100_000_000  # bytes, the limit of the safetensors library
+_BLOCK_BYTES = 1 << 24
 
 
-def weight_files(folder: Path) -> dict[Path, list[str]]:
-    """The safetensors files of a Hugging Face folder, each with the tensors that the index lists for it (none
-    without an index). If there are no such files, pickles of torch (``pytorch_model.bin``). Raises ValueError
-    if a file is missing, or if there are two sets of weights."""
+def list_weight_files(folder: Path) -> dict[Path, list[str]]:
+    """List the safetensors files of a Hugging Face folder, each with the tensors that the index lists for it
+    (none without an index). Without safetensors, list torch's pickles (``pytorch_model.bin``) likewise.
+    Raises ValueError if a file is missing, if an index cannot be read, or if the folder has both a single
+    file and an index that does not list it."""
     index = folder / INDEX
     if not index.is_file() and not (folder / SINGLE).is_file():
         if (pickle_index := folder / f"{PICKLE}.index.json").is_file():
@@ -40,7 +41,8 @@ def weight_files(folder: Path) -> dict[Path, list[str]]:
 
 
 def _read_index(index: Path) -> dict[Path, list[str]]:
-    """Read an index of safetensors or pickles: its files, each with the tensors that it lists."""
+    """Return the files of an index of safetensors or pickles, each with the tensors that it lists. Raises
+    ValueError for a file that is no index."""
     names_by_file: dict[Path, list[str]] = {}
     try:
         for name, file in parse_json(index.read_text(encoding="utf-8"))["weight_map"].items():
@@ -53,11 +55,11 @@ def _read_index(index: Path) -> dict[Path, list[str]]:
 
 
 def has_own_head(folder: Path) -> bool:
-    """Whether there is a head whose bytes differ from those of the embedding. False without weights, and for
-    files that cannot be read, which their loader reports."""
+    """Return whether the bytes of the head differ from those of the embedding. False if one of the two is
+    missing, and for files that cannot be read: their loader reports these."""
     try:
         places = {
-            name: place for path in weight_files(folder) for name, place in _locate_tensors(path).items()
+            name: place for path in list_weight_files(folder) for name, place in _locate_tensors(path).items()
         }
         head, embedding = places[HEAD], places[EMBEDDING]
         return head[1:3] != embedding[1:3] or not _has_same_bytes(head, embedding)
@@ -72,29 +74,33 @@ class _Place(NamedTuple):
     dtype: str
     shape: list[int]
     start: int  # bytes from the beginning of the file
-    size: int  # bytes
+    num_bytes: int
 
 
 def _locate_tensors(path: Path) -> dict[str, _Place]:
-    """The places of head and embedding, as far as the file has them."""
+    """Return the places of those of head and embedding that are in the file; none where its header is larger
+    than _MAX_HEADER_BYTES. Raises struct.error, ValueError or KeyError for a file that is no safetensors
+    file."""
     with path.open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        header: dict[str, Any] = parse_json(file.read(length)) if length <= _LARGEST_HEADER else {}
+        (header_bytes,) = struct.unpack("<Q", file.read(8))
+        header: dict[str, Any] = (
+            parse_json(file.read(header_bytes)) if header_bytes <= _MAX_HEADER_BYTES else {}
+        )
     places = {}
     for name in {HEAD, EMBEDDING} & header.keys():
         start, end = header[name]["data_offsets"]
         places[name] = _Place(
-            path, header[name]["dtype"], header[name]["shape"], 8 + length + start, end - start
+            path, header[name]["dtype"], header[name]["shape"], 8 + header_bytes + start, end - start
         )
     return places
 
 
-def _has_same_bytes(place: _Place, other: _Place) -> bool:
-    with place.path.open("rb") as file, other.path.open("rb") as other_file:
-        file.seek(place.start)
-        other_file.seek(other.start)
-        for offset in range(0, place.size, _BLOCK):
-            size = min(_BLOCK, place.size - offset)
-            if file.read(size) != other_file.read(size):
+def _has_same_bytes(first_place: _Place, second_place: _Place) -> bool:
+    with first_place.path.open("rb") as first_file, second_place.path.open("rb") as second_file:
+        first_file.seek(first_place.start)
+        second_file.seek(second_place.start)
+        for offset in range(0, first_place.num_bytes, _BLOCK_BYTES):
+            block_bytes = min(_BLOCK_BYTES, first_place.num_bytes - offset)
+            if first_file.read(block_bytes) != second_file.read(block_bytes):
                 return False
-    return place.size == other.size
+    return first_place.num_bytes == second_place.num_bytes

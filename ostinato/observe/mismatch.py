@@ -94,8 +94,8 @@ def routers(
     """Statistics of routers in which the trainer chooses other experts than the sampler did.
 
     native, recorded: [T, L, K] expert ids, recorded NO_EXPERT where unknown. margins: [T, L], by how much
-    the last expert chosen beat the first left out (``model.moe.routing_margins``). A router is one (token,
-    layer); two differ when their *sets* do. ``spans`` [S, 4] are the rows of each sequence
+    the last expert chosen beat the first left out (``model.moe.compute_routing_margins``). A router is one
+    (token, layer); two differ when their *sets* do. ``spans`` [S, 4] are the rows of each sequence
     (``algo.routing.sequence_spans``); without it ``lowest_sequence`` (the lowest overlap of an answer or
     a prompt of at least 32 routers) is NaN. ``layers``: the decoder's numbers of the L layers. A statistic
     without known routers is NaN.

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ostinato.model.config import ModelConfig, QKNorm, Scoring
-from ostinato.model.shapes import STACKED, AdapterSpec, ExpertScheme, adapter_shapes
+from ostinato.model.shapes import STACKED, AdapterSpec, ExpertScheme, compute_adapter_shapes
 
 FP32, INT64 = 4.0, 8.0
 CHUNK = 256  # rows of the head at a time, as algo/logprobs.py
@@ -64,7 +64,7 @@ def slots_of(config: ModelConfig, adapter: AdapterSpec | None, layer: int) -> Sl
     prefix = f"layers.{layer}."
     rank_by_name = {
         name: a_shape[-2]
-        for name, (a_shape, _) in adapter_shapes(config, adapter).items()
+        for name, (a_shape, _) in compute_adapter_shapes(config, adapter).items()
         if name.startswith(prefix)
     }
     ranks = {
@@ -73,13 +73,13 @@ def slots_of(config: ModelConfig, adapter: AdapterSpec | None, layer: int) -> Sl
     ranks["experts_gate_up"] = sum(rank_by_name.get(f"{prefix}experts.{name}", 0) for name in ("gate", "up"))
     ranks["experts_down"] = rank_by_name.get(f"{prefix}experts.down", 0)
     if ranks["experts_gate_up"] and not ranks["experts_down"]:  # a zero update stands in
-        ranks["experts_idle"] = adapter.rank_of(prefix + "experts.down")
+        ranks["experts_idle"] = adapter.get_rank(prefix + "experts.down")
     return Slots(ranks, False, adapter.expert_scheme == ExpertScheme.SHARED_OUTER)
 
 
 def saved_bytes(config: ModelConfig, slots: Slots, rows: Rows, width: float, *, moe: bool) -> float:
     """Bytes that one layer keeps of one microbatch until its backward. ``config``: of the rank's own part
-    (``share.local_config``); ``width``: bytes of an activation."""
+    (``share.make_local_config``); ``width``: bytes of an activation."""
     b, hidden = width, config.hidden_size
     residual = 2 * rows.own * (hidden * b + FP32)  # what the two norms read, and their inverse roots
     attention = (

@@ -13,8 +13,8 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 
 from ostinato.model.config import ModelConfig, QKNorm
-from ostinato.model.shapes import STACKED, AdapterSpec, adapter_shapes, layer_shapes
-from ostinato.model.share import Share, find_spans, local_config, size_of
+from ostinato.model.shapes import STACKED, AdapterSpec, compute_adapter_shapes, compute_layer_shapes
+from ostinato.model.share import Share, count_elements, find_spans, make_local_config
 from ostinato.parallel.layout import Layout
 from ostinato.parallel.shares import find_summed_axes
 
@@ -51,7 +51,7 @@ class Elements:
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, Shape]:
     """Shapes of all tensors of one layer by name within it: linear maps, biases, norms, the router's bias."""
-    linears = layer_shapes(config, layer)
+    linears = compute_layer_shapes(config, layer)
     biased_names = [f"attn.{name}" for name in "qkv" if config.qkv_bias] + ["attn.o"] * config.o_bias
     biased_names += [f"mlp.{name}" for name in ("gate", "up", "down") if config.mlp_bias]
     shapes = dict(linears)
@@ -88,7 +88,7 @@ def local(config: ModelConfig, layout: Layout) -> ModelConfig:
 
 @lru_cache(maxsize=1024)
 def _make_local_config(config: ModelConfig, tensor: int, expert: int, expert_tensor: int) -> ModelConfig:
-    return local_config(config, _make_share(config, tensor, expert, expert_tensor))
+    return make_local_config(config, _make_share(config, tensor, expert, expert_tensor))
 
 
 def _make_share(config: ModelConfig, tensor: int, expert: int, expert_tensor: int) -> Share:
@@ -148,16 +148,16 @@ def _count_layer(
     if layer is None:
         return Elements()
     share, prefix = _make_share(config, tensor, expert, expert_tensor), f"layers.{layer}."
-    counts, linears = Counter[str](), layer_shapes(config, layer)
+    counts, linears = Counter[str](), compute_layer_shapes(config, layer)
     for name, shape in layer_tensors(config, layer).items():
         kind = "vectors"
         if name in linears:
             kind = "experts" if len(shape) == 3 else "routers" if name == "router" else "matrices"
         kind = "untrained" if name == "moe.correction_bias" else kind
-        counts[kind] += size_of(find_spans(config, share, prefix + name, shape))
+        counts[kind] += count_elements(find_spans(config, share, prefix + name, shape))
     if adapter is not None:
         sizes = {
-            name.removeprefix(prefix): size_of(find_spans(config, share, name, shape))
+            name.removeprefix(prefix): count_elements(find_spans(config, share, name, shape))
             for name, shape in _list_trained(config, adapter, layer)
         }
         counts["adapters"] = sum(sizes.values())
@@ -184,7 +184,7 @@ def _list_trained(
 
 @lru_cache(maxsize=32)
 def _list_factors(config: ModelConfig, adapter: AdapterSpec) -> dict[str, tuple[Shape, Shape]]:
-    return adapter_shapes(config, adapter)
+    return compute_adapter_shapes(config, adapter)
 
 
 def _count_copies(
@@ -192,7 +192,7 @@ def _count_copies(
 ) -> int:
     """Number of values of ``Adapters.prepare`` for one layer, as ``lora._stack`` makes them: the A of a
     stored matrix above each other, its B block-diagonal over all outputs, adapted or not."""
-    shapes = layer_shapes(local_config(config, share), layer)
+    shapes = compute_layer_shapes(make_local_config(config, share), layer)
     slots = [names for names in STACKED.values() if names[0] in shapes or names[-1] in shapes]
     slots = [names for names in slots if (len(names) == 3) == (config.mla is None) or names[0] != "attn.q"]
     total = 0
@@ -204,7 +204,7 @@ def _count_copies(
         )
     if not any(name.startswith("experts.") for name in sizes):
         return total
-    rank, (num_local, width, hidden) = adapter.rank_of(".experts."), shapes["experts.gate"]
+    rank, (num_local, width, hidden) = adapter.get_rank(".experts."), shapes["experts.gate"]
     adapted_names = [name for name in ("experts.gate", "experts.up") if f"{name}.A" in sizes]
     first_factors = sum(sizes[f"{name}.A"] for name in adapted_names) if adapted_names else rank * hidden
     total += first_factors + rank * max(1, len(adapted_names)) * 2 * width * num_local
@@ -251,5 +251,5 @@ def _count_layer_sums(
     for name, shape in _list_trained(config, adapter, layer):
         num_pieces = shard if len(shape) == 2 else 1
         axes = find_summed_axes(name, shape, share, in_pieces=num_pieces > 1)
-        sums[axes] += -(-size_of(find_spans(config, share, name, shape)) // num_pieces)
+        sums[axes] += -(-count_elements(find_spans(config, share, name, shape)) // num_pieces)
     return sums

@@ -1,4 +1,4 @@
-"""The fingerprint of a base on many ranks, equal to ``peft_io.base_fingerprint`` of the whole."""
+"""The fingerprint of a base on many ranks, equal to ``peft_io.compute_base_fingerprint`` of the whole."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ostinato.model.config import ModelConfig
 from ostinato.model.decoder import Decoder
-from ostinato.model.peft_io import fingerprint_of
+from ostinato.model.peft_io import compute_fingerprint
 from ostinato.model.share import Spans
-from ostinato.model.weights import fingerprint_stride
+from ostinato.model.weights import compute_fingerprint_stride
 from ostinato.parallel.collectives import Collectives, Mesh, all_gather_ragged
 from ostinato.parallel.fsdp import Pieces
 from ostinato.parallel.shares import OwnedPart, Placement, owned_parts, shares_of
@@ -44,7 +44,7 @@ def sharded_fingerprint(
             samples[index] = _sample_part(weight.detach(), shape, own_parts[0])
     sizes = [(len(_sample_indices(shape)),) for shape in shapes.values()]
     gathered = all_gather_ragged(links, sizes, samples, dtype=torch.float32, device=mesh.device)
-    return fingerprint_of(
+    return compute_fingerprint(
         (name, shape, values) for (name, shape), values in zip(shapes.items(), gathered, strict=True)
     )
 
@@ -58,7 +58,7 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def _sample_indices(shape: Sequence[int]) -> np.ndarray:
     """Indices into the flattened whole of the values that are part of the fingerprint."""
-    return np.arange(0, int(np.prod(shape)), fingerprint_stride(int(np.prod(shape))))
+    return np.arange(0, int(np.prod(shape)), compute_fingerprint_stride(int(np.prod(shape))))
 
 
 def _sample_part(weight: Tensor, shape: Sequence[int], part: OwnedPart) -> Tensor:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ostinato.model.config import ModelConfig
-from ostinato.model.share import find_spans, size_of
+from ostinato.model.share import count_elements, find_spans
 from ostinato.parallel.collectives import Collectives, Mesh
 from ostinato.parallel.fsdp import Pieces
 from ostinato.parallel.pieces import copy_part, write_part
@@ -163,7 +163,7 @@ class ShardedLeaves:
             else:
                 write_part(whole, part.spans, local_tensor.cpu())
         elif whole is not None:
-            shape = [size_of([spans]) for spans in part.spans]
+            shape = [count_elements([spans]) for spans in part.spans]
             write_part(whole, part.spans, self._links.receive(shape, dtype, "all", part.rank).wait().cpu())
 
 

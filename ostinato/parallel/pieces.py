@@ -11,8 +11,8 @@ from torch import Tensor
 from ostinato.model.config import ModelConfig
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters
-from ostinato.model.shapes import AdapterSpec, adapter_shapes
-from ostinato.model.share import Share, Spans, blocks, find_spans, local_config
+from ostinato.model.shapes import AdapterSpec, compute_adapter_shapes
+from ostinato.model.share import Share, Spans, find_spans, iterate_blocks, make_local_config
 
 
 def copy_part(whole: Tensor, spans: Sequence[Spans]) -> Tensor:
@@ -27,7 +27,7 @@ def copy_part(whole: Tensor, spans: Sequence[Spans]) -> Tensor:
 
 def write_part(whole: Tensor, spans: Sequence[Spans], part: Tensor) -> None:
     """Write ``part`` into its place in ``whole``: the inverse of ``copy_part``."""
-    for whole_index, part_index in blocks(spans):
+    for whole_index, part_index in iterate_blocks(spans):
         whole[whole_index].copy_(part[part_index])
 
 
@@ -46,14 +46,14 @@ def own_adapters(
     """
     share, layers = shares[0], layers_of(shares)
     tensors = {}
-    for name, shapes in adapter_shapes(config, spec).items():
+    for name, shapes in compute_adapter_shapes(config, spec).items():
         if int(name.split(".")[1]) in layers:
             a_factor, b_factor = (
                 copy_part(whole[f"{name}.{part}"], find_spans(config, share, f"{name}.{part}", shape))
                 for part, shape in zip("AB", shapes, strict=True)
             )
             tensors[name] = (a_factor.requires_grad_(), b_factor.requires_grad_())
-    return Adapters(spec, tensors, local_config(config, share))
+    return Adapters(spec, tensors, make_local_config(config, share))
 
 
 def fresh_adapters(
@@ -63,14 +63,14 @@ def fresh_adapters(
     share, layers = shares[0], layers_of(shares)
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
-    for name, (a_shape, b_shape) in adapter_shapes(config, spec).items():
+    for name, (a_shape, b_shape) in compute_adapter_shapes(config, spec).items():
         a_factor = (torch.rand(a_shape, generator=generator) * 2 - 1) / math.sqrt(a_shape[-1])
         if int(name.split(".")[1]) in layers:
             b_spans = find_spans(config, share, f"{name}.B", b_shape)
             b_factor = torch.zeros([sum(len(span) for span in spans) for spans in b_spans])
             a_factor = copy_part(a_factor, find_spans(config, share, f"{name}.A", a_shape))
             tensors[name] = (a_factor.requires_grad_(), b_factor.requires_grad_())
-    return Adapters(spec, tensors, local_config(config, share))
+    return Adapters(spec, tensors, make_local_config(config, share))
 
 
 @torch.no_grad()

@@ -283,7 +283,7 @@ def _count_causal_pairs(rows: int) -> int:
 
 def compute_batch_work(batch: Batch) -> Work:
     """Compute the work of a forward of ``batch``."""
-    return sum((Work.packed(part.segments, len(part.rows)) for part in batch.microbatches), Work())
+    return sum((Work.from_segments(part.segments, len(part.rows)) for part in batch.microbatches), Work())
 
 
 def compute_training_flops(model: FlopModel, batch: Work, passes: Mapping[str, float]) -> dict[str, int]:

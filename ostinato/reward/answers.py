@@ -30,7 +30,7 @@ _SCALE = r"(?:hundred|thousand|million|billion|trillion|dozen)(?:s|ths?)?(?![a-z
 _CURRENCY_CODE = re.compile(
     r"(?<![A-Za-z\\])(?:[A-Z]{1,3}(?=\\?\$[0-9.])|(?:USD|EUR|GBP|JPY|CNY|INR|AUD|CAD|CHF)\s?(?=[0-9.]))"
 )
-_MORE_BEFORE = re.compile(  # a number behind this is part of a larger term: a power, a date, a pair, a sum
+_TERM_BEFORE = re.compile(  # a number behind this is part of a larger term: a power, a date, a pair, a sum
     rf"""(?: [A-Za-z0-9√^] | [A-Za-z0-9)}}\]]_{{1,3}} | [\^_]\{{ | \}}\{{ | [0-9](?:[-\u2013:/.]|[ ]:[ ])
            | \\(?!boxed|fbox|text|math|bold|bm|underline)[a-z]+ (?:\[[^][]*\])? \{{
            | (?:(?<![A-Za-z])(?:sqrt|log|ln|exp|sin|cos|tan)|[√^])[ ]?(?:\\left)?\(?[ ]?
@@ -46,7 +46,7 @@ _LABEL = re.compile(  # behind this a dash or a colon is punctuation
           | [A-Za-z]{2}[ ]\([A-Za-z ]{1,20}\) )[ ][-\u2013:][ ]\Z""",
     re.VERBOSE,
 )
-_MORE_BEHIND = re.compile(  # and so is a number in front of this, unless it is a unit
+_TERM_AFTER = re.compile(  # and so is a number in front of this, unless it is a unit
     rf"""\s?[πi√](?![a-z]|\.[a-z]) | \s*\^(?!\s*\{{?\s*\\circ) | _(?=[A-Za-z0-9{{])
       | (?![mshgdlLCFVNWJ]\b)[A-Za-z]\b | [ ]?{_SCALE}
       | \s*\\(?:text|mathrm|mbox)\{{\s*{_SCALE} | (?:[ ]?[-+*/\u00d7\u00b7\u00f7][ ]?)?(?:pi|sqrt)\b
@@ -75,32 +75,33 @@ _UNIT = re.compile(
          (?:(?:/(?![mgdlLCFVNWJ]\b))?{_UNIT_WORD}(?:(?:\s{{1,3}}|\s?/\s?|-){_UNIT_WORD}){{0,5}})?\s*""",
     re.VERBOSE,
 )
-_MAX_MARKED = 600  # characters of a marked answer that may have words around its number
-_LOOK_BACK = 80  # characters before a number that may make it part of a larger term
+_MAX_MARKED_CHARS = 600  # characters of a marked answer that may have words around its number
+_MAX_CHARS_BEFORE = 80  # characters before a number that may make it part of a larger term
 _NUM_SIGNS = frozenset("\N{SUPERSCRIPT MINUS}\N{SUPERSCRIPT PLUS SIGN}\N{SUPERSCRIPT LATIN SMALL LETTER N}")
 
 
-def text_of(completion: str | Sequence[dict[str, str]]) -> str:
-    """Return the text that is graded: the string itself, or the last message of a chat."""
+def get_text(completion: str | Sequence[dict[str, str]]) -> str:
+    """Return the text that is graded: the string itself, or the text of the last message of a chat."""
     if isinstance(completion, str):
         return completion
     return completion[-1]["content"] if completion else ""
 
 
-def answer_texts(completions: Sequence[Any], in_thought: Sequence[bool] | None = None) -> list[str]:
-    """Return the text of each completion after thinking. ``in_thought``: which completions end inside a
-    thought, also a thought that the prompt had opened; their text is ""."""
+def extract_texts(completions: Sequence[Any], in_thought: Sequence[bool] | None = None) -> list[str]:
+    """Return the text of each completion after thinking. ``in_thought``: whether a completion ends inside a
+    thought, also one that the prompt had opened; its text is then ""."""
     thought_flags = in_thought or [False] * len(completions)
     pairs = zip(completions, thought_flags, strict=True)
     return [
-        "" if is_unfinished else strip_thinking(text_of(completion)) for completion, is_unfinished in pairs
+        "" if is_unfinished else strip_thinking(get_text(completion)) for completion, is_unfinished in pairs
     ]
 
 
-def marked_answer(text: str) -> str | None:
-    r"""The last ``<answer>..</answer>``, else the last ``\boxed{..}``, else the rest of a ``####`` line.
+def extract_marked_answer(text: str) -> str | None:
+    r"""Return the last ``<answer>..</answer>``, else the last ``\boxed{..}``, else the rest of the last
+    ``####`` line.
 
-    Returns "" where the only mark is a box that is never closed, and None where there is no mark.
+    Returns "" if the only mark is a box that is never closed, and None if there is no mark.
     """
     head, _, tail = text.rpartition("</answer>")
     if tail != text and "<answer>" in head:
@@ -114,6 +115,7 @@ def marked_answer(text: str) -> str | None:
 
 
 def _find_last_box(text: str) -> str | None:
+    """Return the content of the last box; None if there is none or it is never closed."""
     start = text.rfind("\\boxed{")
     return next(iter(find_boxes(text[start:])), None) if start >= 0 else None
 
@@ -128,7 +130,7 @@ def find_boxes(text: str) -> list[str]:
 
 
 def _find_closing_brace(text: str, start: int) -> int | None:
-    """Return where the brace that opens at ``start`` is closed; None where it is not."""
+    """Return the place of the brace that closes the one at ``start``; None if there is none."""
     depth = 0
     for position in range(start, len(text)):
         depth += {"{": 1, "}": -1}.get(text[position], 0)
@@ -137,17 +139,18 @@ def _find_closing_brace(text: str, start: int) -> int | None:
     return None
 
 
-def final_answer(text: str) -> str:
+def extract_final_answer(text: str) -> str:
     """Return the marked answer after thinking, else the last line that is not blank."""
     text = strip_thinking(text)
-    mark = marked_answer(text)
+    mark = extract_marked_answer(text)
     return mark if mark is not None else text.strip().rpartition("\n")[2].strip()
 
 
-def whole_number(text: str) -> tuple[Fraction, ...]:
+def read_whole_number(text: str) -> tuple[Fraction, ...]:
     r"""Return the readings of a text that is one number and nothing else; () for any other text.
 
-    Numbers are read as in ``last_number``. The number may be in ``$..$`` or ``\(..\)`` and end in a point.
+    Numbers are read as in ``read_last_number``. The number may be in ``$..$`` or ``\(..\)`` and end in a
+    point.
     """
     text = _normalise(text).strip().removesuffix(".")
     for opening, closing in (("$", "$"), ("\\(", "\\)"), ("$", ""), ("\\$", "")):
@@ -157,13 +160,14 @@ def whole_number(text: str) -> tuple[Fraction, ...]:
     return () if match is None or len(text) > MAX_DIGITS else _list_readings(match)
 
 
-def answered_number(text: str) -> tuple[Fraction, ...]:
-    r"""The readings of a completion's marked text: a number, which may have a name, a unit or emphasis.
+def read_marked_number(text: str) -> tuple[Fraction, ...]:
+    r"""Return the readings of a completion's marked text, if it is a number, perhaps with a name, a unit or
+    emphasis; () for any other text.
 
     Reads ``x = 42``, ``The answer is 42.``, ``**42**``, ``(42)``, ``42 km``, ``42\text{ apples}``,
     ``42^\circ``; not ``42x``, ``42 million``, ``x = 41 or 42``.
     """
-    if (readings := whole_number(text)) or len(text) > _MAX_MARKED:
+    if (readings := read_whole_number(text)) or len(text) > _MAX_MARKED_CHARS:
         return readings
     text = _normalise(text).replace("\\left(", "(").replace("\\right)", ")")
     text = re.sub(r"\\[!,;: ]|~|\\[()]|</?answer>|####", " ", text)
@@ -171,8 +175,8 @@ def answered_number(text: str) -> tuple[Fraction, ...]:
         text = _WRAPPER.sub(r" \1 ", _TEXT_UNIT.sub(r" \1 ", text))
     if len(re.findall(r"(?<!\\)\$", text)) % 2 == 0:
         text = re.sub(r"(?<!\\)\$", " ", text)
-    text = _CURRENCY_CODE.sub("", without_emphasis(text.strip().strip("\"',;")))
-    text = without_emphasis(text[name.end() :] if (name := _NAME.match(text)) else text)
+    text = _CURRENCY_CODE.sub("", strip_emphasis(text.strip().strip("\"',;")))
+    text = strip_emphasis(text[name.end() :] if (name := _NAME.match(text)) else text)
     if (group := re.fullmatch(r"\(([^(),]*)\)", text)) is not None:
         text = group[1].strip()
     text = re.sub(r"\s*percent(?![a-z])", "%", text.removeprefix("+"))
@@ -182,19 +186,19 @@ def answered_number(text: str) -> tuple[Fraction, ...]:
     return _list_readings(number)
 
 
-def without_emphasis(text: str) -> str:
+def strip_emphasis(text: str) -> str:
     """Remove Markdown's marks of emphasis and a final full stop."""
     return _EMPHASIS.sub(r"\2", text.strip().removesuffix(".")).strip().removesuffix(".")
 
 
-def last_number(text: str) -> tuple[Fraction, ...]:
+def read_last_number(text: str) -> tuple[Fraction, ...]:
     r"""Return the readings of the last number of a text: none, one, or two for a percentage (50 and 1/2).
 
     Reads ``-3``, ``1,234.5``, ``.5``, ``2e-3``, ``3/4``, ``3 1/2``, ``\frac{3}{4}``, ``$20``, ``50%``. Digits
     are 0 to 9; a number next to other numerals (``5²``, ``1½``, ``10⁻³``, ``5千``) is not read, nor a number
     that is part of a larger term: ``10^6``, ``2k + 2``, ``3\pi``, ``12:30``, ``0x1F``, ``(2, 3)``.
     """
-    match = last_number_match(text)
+    match = find_last_number(text)
     return () if match is None else _list_readings(match)
 
 
@@ -219,8 +223,10 @@ def _list_readings(match: re.Match[str]) -> tuple[Fraction, ...]:
     return (value, value / 100) if match["percent"] else (value,)
 
 
-def last_number_match(text: str) -> re.Match[str] | None:
-    """Return the match of the last number of a text; None where the number is part of a larger term."""
+def find_last_number(text: str) -> re.Match[str] | None:
+    """Return the match of the last number of a text, in which some characters have been replaced. Return None
+    if there is no number, or if the last one is too long, next to other numerals, or part of a larger
+    term."""
     text = _CURRENCY_CODE.sub("", _normalise(text))
     matches = deque(_NUMBER.finditer(text), maxlen=1)
     if not matches or len(matches[0].group()) > MAX_DIGITS:
@@ -229,6 +235,6 @@ def last_number_match(text: str) -> re.Match[str] | None:
     neighbours = text[max(0, start - 1) : start] + text[end : end + 1]
     if any(char in _NUM_SIGNS or (char.isnumeric() and not char.isascii()) for char in neighbours):
         return None
-    text_before = text[max(0, start - _LOOK_BACK) : start]
-    is_part = _MORE_BEFORE.search(text_before) and not _LABEL.search(text_before)
-    return None if is_part or _MORE_BEHIND.match(text, end) else matches[0]
+    text_before = text[max(0, start - _MAX_CHARS_BEFORE) : start]
+    is_part = _TERM_BEFORE.search(text_before) and not _LABEL.search(text_before)
+    return None if is_part or _TERM_AFTER.match(text, end) else matches[0]

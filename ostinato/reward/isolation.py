@@ -1,4 +1,4 @@
-"""Confines the process that runs reward functions, as far as this Linux lets an unprivileged process do it.
+"""Confines the process that runs reward functions, as far as this Linux allows it to an unprivileged process.
 
     namespaces    no network interfaces, every mount read-only except a temporary folder, only its own
                   processes in /proc (user_namespaces(7)); all of them end with the first one
@@ -60,7 +60,8 @@ ROUNDS = 10  # of searching for descendants, which may start more in the meantim
 
 
 def drop_secrets(environ: Mapping[str, str]) -> dict[str, str]:
-    """``environ`` without variables that look like a secret, by name or as an address with a password."""
+    """Return ``environ`` without variables that look like a secret, by name or as an address with a
+    password."""
     return {
         name: value
         for name, value in environ.items()
@@ -69,8 +70,8 @@ def drop_secrets(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def find_means(folder: str) -> list[str]:
-    """Return the means that work here: "namespaces", else those of "seccomp" and "landlock" that work. Each
-    is tried in a child, so the process must have a single thread."""
+    """Return the means that work here: "namespaces", else those of "seccomp" and "landlock" that work; none
+    off Linux. Each is tried in a child, so the process must have a single thread."""
     if sys.platform != "linux":
         return []
     if _can_confine(lambda: _try_namespaces(folder)):
@@ -82,18 +83,19 @@ def find_means(folder: str) -> list[str]:
     return [name for name, confine in candidates.items() if _can_confine(confine)]
 
 
-def list_gaps(used: Sequence[str]) -> list[str]:
-    """Return, in words, what reward code can still do when confined by the means ``used``, if anything."""
-    gaps = {
+def list_gaps(used_means: Sequence[str]) -> list[str]:
+    """Return, in words, what reward code can still do when confined by the means ``used_means``, if
+    anything."""
+    means_by_gap = {
         "use the network": {"namespaces", "seccomp"},
         "write outside of their temporary folder": {"namespaces", "landlock"},
     }
-    open_gaps = [gap for gap, closed_by in gaps.items() if not closed_by & set(used)]
+    open_gaps = [gap for gap, closed_by in means_by_gap.items() if not closed_by & set(used_means)]
     return open_gaps if sys.platform == "linux" else [*open_gaps, "leave processes behind"]
 
 
-def refuse(gaps: Sequence[str]) -> None:
-    """Raise ValueError if anything is left open."""
+def refuse_gaps(gaps: Sequence[str]) -> None:
+    """Raise ValueError if there are any gaps."""
     if gaps:
         raise ValueError(
             f'reward.isolation is "strict", but on this machine rewards can {" and ".join(gaps)}: this '
@@ -101,41 +103,43 @@ def refuse(gaps: Sequence[str]) -> None:
         )
 
 
-def enter_isolation(used: Sequence[str], folder: str, parent: int, close: Callable[[], None]) -> None:
-    """Fork, and return in a new, confined process. The calling process stays as its keeper: it exits with the
-    status of the new process, and kills that when ``parent`` is gone. ``close`` runs in all processes but the
-    new one, which alone may keep the socket open.
+def enter_isolation(used_means: Sequence[str], folder: str, parent: int, close: Callable[[], None]) -> None:
+    """Fork, and return in a new, confined process. The calling process does not return: as the keeper of the
+    new process it exits with the status of that, deletes ``folder``, and kills the new process when
+    ``parent`` is gone. ``close`` runs in all processes but the new one, which alone may keep the socket open.
 
-    Linux only. The calling process must have a single thread. Raises OSError.
+    Linux only. The calling process must have a single thread. Raises OSError, in either process.
     """
-    if "namespaces" in used:
-        hidden = _list_unix_sockets()
+    if "namespaces" in used_means:
+        socket_paths = _list_unix_sockets()
         _enter_namespaces()
         if not os.fork():
             close()
             _wait_forever()
     _call_prctl(PR_SET_CHILD_SUBREAPER, 1)
-    if worker := os.fork():
+    if worker_pid := os.fork():
         close()
-        _keep_worker(worker, folder, parent)
+        _keep_worker(worker_pid, folder, parent)
     _call_prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if "namespaces" in used:
-        _make_mounts(folder, hidden)
+    if "namespaces" in used_means:
+        _make_mounts(folder, socket_paths)
     _drop_capabilities()
-    if "landlock" in used:
+    if "landlock" in used_means:
         _apply_landlock(folder)
-    if "seccomp" in used:
+    if "seccomp" in used_means:
         _apply_seccomp()
 
 
 def forbid_tracing() -> None:
-    """Forbid this user's other processes to read or trace this process until it runs another program."""
+    """Forbid this user's other processes to read or trace this process until it runs another program. A no-op
+    off Linux."""
     if sys.platform == "linux":
         _call_prctl(PR_SET_DUMPABLE, 0)
 
 
 def end_descendants(pid: int) -> None:
-    """Kill all descendants of a process, also those that left its group. The process must be a subreaper."""
+    """Kill all descendants of a process, also those that left its group. The process must be a subreaper.
+    Descendants that are still being started after ROUNDS rounds, or may not be killed, go on."""
     for _ in range(ROUNDS):
         if not (pids := _find_descendants(pid)):
             return
@@ -144,8 +148,8 @@ def end_descendants(pid: int) -> None:
                 os.kill(descendant, signal.SIGKILL)
 
 
-def summary() -> str:
-    """Return a line on the isolation that works on this machine, tried in a separate process."""
+def describe_isolation() -> str:
+    """Describe in a line the isolation that works on this machine, which is tried in a separate process."""
     command = [sys.executable, "-P", __file__]
     process = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     if process.returncode:
@@ -161,6 +165,7 @@ def summary() -> str:
 
 
 def _can_confine(confine: Callable[[], None]) -> bool:
+    """Return whether ``confine`` raises nothing in a child process."""
     child = os.fork()
     if not child:
         try:
@@ -172,22 +177,24 @@ def _can_confine(confine: Callable[[], None]) -> bool:
 
 
 def _wait_forever() -> None:
-    """Wait forever as the first process of the namespace: the kernel reaps the orphans that it adopts."""
+    """Wait forever, as the first process of the namespace. The kernel reaps the orphans that it adopts. It is
+    killed with its parent."""
     _call_prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
         signal.pause()
 
 
-def _keep_worker(worker: int, folder: str, parent: int) -> None:
-    """Wait for the worker, end all descendants, and exit with the worker's status or signal."""
+def _keep_worker(worker_pid: int, folder: str, parent_pid: int) -> None:
+    """Wait until the worker has ended or ``parent_pid`` is gone. Then end all descendants, delete ``folder``,
+    and exit with the worker's status or signal."""
     _call_prctl(PR_SET_DUMPABLE, 0)  # the worker cannot read or trace this process; no core dump
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
     status = None
-    while status is None and os.getppid() == parent:
+    while status is None and os.getppid() == parent_pid:
         with contextlib.suppress(ChildProcessError):
-            while (child := os.waitpid(-1, os.WNOHANG))[0]:
-                status = child[1] if child[0] == worker else status
+            while (exit_info := os.waitpid(-1, os.WNOHANG))[0]:
+                status = exit_info[1] if exit_info[0] == worker_pid else status
         if status is None:
             signal.sigtimedwait([signal.SIGCHLD], WATCH_S)
     end_descendants(os.getpid())
@@ -202,7 +209,7 @@ def _keep_worker(worker: int, folder: str, parent: int) -> None:
 
 
 def _find_descendants(pid: int) -> list[int]:
-    """Return the living descendants. Zombies are left to their parents to reap."""
+    """Return the living descendants; a zombie is for its parent to reap."""
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -220,11 +227,11 @@ def _find_descendants(pid: int) -> list[int]:
 
 def _try_namespaces(folder: str) -> None:
     """Try the full setup. The child that is forked is the first process of the namespace. Raises OSError."""
-    hidden = _list_unix_sockets()
+    socket_paths = _list_unix_sockets()
     _enter_namespaces()
 
     def confine() -> None:
-        _make_mounts(folder, hidden)
+        _make_mounts(folder, socket_paths)
         _drop_capabilities()
 
     if not _can_confine(confine):
@@ -239,21 +246,21 @@ def _enter_namespaces() -> None:
         Path(f"/proc/self/{name}").write_text(text)
 
 
-def _make_mounts(folder: str, hidden: Sequence[str]) -> None:
-    """Make everything read-only and without devices, except ``folder`` and shared memory (both empty, in
-    memory only) and the devices that every program expects. /dev/null covers the ``hidden`` sockets."""
+def _make_mounts(folder: str, socket_paths: Sequence[str]) -> None:
+    """Make everything read-only and without devices. Excepted are ``folder`` and shared memory (both empty,
+    in memory only) and the devices that every program expects. /dev/null covers the sockets."""
     _call_libc("unshare", CLONE_NEWNS)
     _mount("none", "/", "", MS_REC | MS_PRIVATE)
     devices = [device for device in DEVICES if os.path.exists(device)]
     for device in devices:
         _mount(device, device, "", MS_BIND)
-    for name in filter(os.path.exists, hidden):
+    for name in filter(os.path.exists, socket_paths):
         _mount("/dev/null", name, "", MS_BIND)
-    writable = [place for place in (folder, SHM) if os.path.isdir(place)]
-    for place in writable:
+    writable_places = [place for place in (folder, SHM) if os.path.isdir(place)]
+    for place in writable_places:
         _mount("tmpfs", place, "tmpfs", MS_NOSUID | MS_NODEV, "mode=0700")
     _set_attributes("/", AT_RECURSIVE, MS_RDONLY | MS_NOSUID | MS_NODEV, 0)
-    for place in writable:
+    for place in writable_places:
         _set_attributes(place, 0, 0, MS_RDONLY)
     for device in devices:
         _set_attributes(device, 0, 0, MS_NODEV)
@@ -261,7 +268,7 @@ def _make_mounts(folder: str, hidden: Sequence[str]) -> None:
 
 
 def _list_unix_sockets() -> list[str]:
-    """Return the paths where programs outside listen: a network namespace does not block these sockets."""
+    """Return the paths at which programs outside listen: a network namespace does not block these sockets."""
     names = []
     with contextlib.suppress(OSError):
         lines = Path("/proc/net/unix").read_text(errors="surrogateescape").splitlines()[1:]
@@ -273,14 +280,14 @@ def _mount(source: str, place: str, kind: str, flags: int, data: str = "") -> No
     _call_libc("mount", *map(os.fsencode, (source, place, kind)), ctypes.c_ulong(flags), os.fsencode(data))
 
 
-def _set_attributes(place: str, flags: int, on: int, off: int) -> None:
+def _set_attributes(place: str, flags: int, set_flags: int, clear_flags: int) -> None:
     """Call mount_setattr(2), whose attributes have the same values as the first flags of mount(2)."""
-    attributes = struct.pack("=QQQQ", on, off, 0, 0)
+    attributes = struct.pack("=QQQQ", set_flags, clear_flags, 0, 0)
     _call_system(MOUNT_SETATTR, AT_FDCWD, os.fsencode(place), flags, attributes, len(attributes))
 
 
 def _drop_capabilities() -> None:
-    """Drop all capabilities permanently: programs started from here do not regain any."""
+    """Drop all capabilities permanently: programs that are started by this process do not regain any."""
     _call_prctl(PR_SET_NO_NEW_PRIVS, 1)
     _call_libc("capset", struct.pack("=Ii", CAPABILITIES_3, 0), bytes(24))
 
@@ -289,7 +296,8 @@ def _drop_capabilities() -> None:
 
 
 def _apply_landlock(folder: str) -> None:
-    """Allow writes only to ``folder`` and harmless devices; no signalling or tracing of outside processes."""
+    """Allow writes only to ``folder`` and harmless devices, and, as far as this version can, no connection to
+    abstract sockets and no signal to outside processes. Raises OSError."""
     version = _call_system(LANDLOCK_CREATE, None, 0, 1)
     if version < 3:
         raise OSError("this landlock does not keep files from being truncated")
@@ -308,7 +316,7 @@ def _apply_landlock(folder: str) -> None:
 
 
 def _apply_seccomp() -> None:
-    """Refuse socket(2) except for AF_UNIX, and the ways around it."""
+    """Refuse socket(2) except for AF_UNIX, and other calls that can open sockets. Raises OSError."""
     if platform.machine() not in AUDIT_ARCH:
         raise OSError(f"no filter is known for {platform.machine()}")
     arch, socket = AUDIT_ARCH[platform.machine()]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ostinato.reward.answers import marked_answer
+from ostinato.reward.answers import extract_marked_answer
 from ostinato.reward.worker import Fault
 from ostinato.types import Prompt
 
@@ -28,7 +28,7 @@ SHOWN = 80  # characters of an answer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnVerdict:
-    """The reward of a row's own answer. ``value`` is None where the function raised or has no opinion."""
+    """The reward of a row's own answer. ``value`` is None if the function raised or has no opinion."""
 
     row: str  # "row 3 of rows.jsonl"
     answer: str
@@ -38,11 +38,11 @@ class OwnVerdict:
     is_chat: bool = False  # the function was given the answer as a list of messages
 
 
-def own_answer(prompt: Prompt, function: str = "") -> str | None:
-    """Return the row's own answer as a completion; None where there is none that is a text or a number.
+def find_own_answer(prompt: Prompt, function: str = "") -> str | None:
+    """Return the row's own answer as a completion; None if it has none that is a text or a number.
 
-    The completion is what a policy is expected to write: for ``exact`` the final answer, since no policy
-    would repeat the solution around it word for word; for ``math_verify``, which reads plain text as a
+    The completion is what a policy is expected to write. For ``exact`` it is the final answer, since no
+    policy would repeat the solution around it word for word; for ``math_verify``, which reads plain text as a
     number, a bare answer in a box; for ``code_tests`` the code that comes with the tests.
     """
     names = (*SOLUTIONS, "answer") if function == "code_tests" else ("answer",)
@@ -50,26 +50,30 @@ def own_answer(prompt: Prompt, function: str = "") -> str | None:
     if not isinstance(answer, str | int | float):
         return None
     text = str(answer)
-    mark = marked_answer(text)
+    mark = extract_marked_answer(text)
     if function == "exact" and mark is not None:
         return mark
     return rf"\boxed{{{text}}}" if function == "math_verify" and mark is None and "$" not in text else text
 
 
-def spread(prompts: Sequence[Prompt], count: int = ROWS) -> list[Prompt]:
-    """Return at most ``count`` different prompts that have an own answer, from the first to the last."""
+def spread_prompts(prompts: Sequence[Prompt], count: int = ROWS) -> list[Prompt]:
+    """Choose at most ``count`` different prompts that have an own answer, evenly from the first to the
+    last."""
     candidates = [
         prompt
         for prompt in prompts
-        if any(own_answer(prompt, function) is not None for function in ("", "code_tests"))
+        if any(find_own_answer(prompt, function) is not None for function in ("", "code_tests"))
     ]
     last_index, steps = len(candidates) - 1, max(1, count - 1)
-    places = dict.fromkeys(round(k * last_index / steps) for k in range(count)) if candidates else {}
-    return [candidates[place] for place in places]
+    indices = (
+        dict.fromkeys(round(number * last_index / steps) for number in range(count)) if candidates else {}
+    )
+    return [candidates[index] for index in indices]
 
 
-def warnings_of(verdicts: Iterable[tuple[str, str, Sequence[OwnVerdict]]]) -> list[str]:
-    """A warning for each function that gives too little. ``verdicts``: (function, its name, its verdicts).
+def make_warnings(verdicts: Iterable[tuple[str, str, Sequence[OwnVerdict]]]) -> list[str]:
+    """Return a warning for each function that gives too little. ``verdicts``: (function, its name, its
+    verdicts).
 
     Raises ValueError for a built-in function that gives 0 to all own answers, or cannot read one of them.
     """
@@ -81,7 +85,7 @@ def warnings_of(verdicts: Iterable[tuple[str, str, Sequence[OwnVerdict]]]) -> li
 
 
 def _make_warning(function: str, name: str, own_verdicts: Sequence[OwnVerdict]) -> str:
-    """Return the warning on a function's values, or "". Raises ValueError as ``warnings_of`` does."""
+    """Return the warning on a function's values, or "". Raises ValueError as ``make_warnings`` does."""
     is_comparing = function in COMPARING
     failures = [verdict for verdict in own_verdicts if verdict.fault == Fault.RAISED]
     if is_comparing and failures:
@@ -92,10 +96,10 @@ def _make_warning(function: str, name: str, own_verdicts: Sequence[OwnVerdict]) 
     low_flags = _find_low([value for _, value in pairs], is_comparing)
     if not any(low_flags):
         return ""
-    rows = [verdict for verdict, is_low in zip(pairs, low_flags, strict=True) if is_low]
-    first_verdict, value = rows[0]
-    lines = [f"  {verdict.row}: {amount:g} for {verdict.answer[:SHOWN]!r}" for verdict, amount in rows]
-    subject = f"the own answer of {first_verdict.row} ({len(rows)} of {len(pairs)} rows tried)"
+    low_pairs = [verdict for verdict, is_low in zip(pairs, low_flags, strict=True) if is_low]
+    first_verdict, value = low_pairs[0]
+    lines = [f"  {verdict.row}: {amount:g} for {verdict.answer[:SHOWN]!r}" for verdict, amount in low_pairs]
+    subject = f"the own answer of {first_verdict.row} ({len(low_pairs)} of {len(pairs)} rows tried)"
     if is_comparing and not any(value for _, value in pairs):
         error = ValueError(
             f"reward {name} gives 0 to {subject}, so it would pay for no answer that the rows call right; "
@@ -111,9 +115,9 @@ def _make_warning(function: str, name: str, own_verdicts: Sequence[OwnVerdict]) 
 
 def _find_low(values: Sequence[float], is_comparing: bool) -> list[bool]:
     """Return for each value whether it is too low. The scale of a user's function is not known: it is assumed
-    to judge answers where some values are above 0, or where all have the same value of at most 0."""
+    to judge answers if some values are above 0, or if all have the same value of at most 0."""
     if is_comparing:
         return [value < FULL for value in values]
     is_unpaid = [value <= 0 for value in values]
-    varies = len(set(values)) > 1
-    return [False] * len(values) if all(is_unpaid) and varies else is_unpaid
+    has_variation = len(set(values)) > 1
+    return [False] * len(values) if all(is_unpaid) and has_variation else is_unpaid

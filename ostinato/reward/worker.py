@@ -121,12 +121,14 @@ class CallLog:
         self.extra: dict[str, list[Any]] = {}
 
     def log_metric(self, name: str, value: float) -> None:
-        """Log a number of this call; metrics have the mean of its numbers."""
+        """Log a number of this call, None if it is not finite. The metric is the mean of the numbers of a
+        name."""
         number = float(value)
         self.metrics.setdefault(clean_name(name), []).append(number if math.isfinite(number) else None)
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
-        """Log a value per completion, which samples get. Raises ValueError for another number of values."""
+        """Log a value per completion, which samples get. A later call with the same name replaces the values.
+        Raises ValueError for another number of values."""
         if len(values) != self._num_completions:
             raise ValueError(
                 f"log_extra got {len(values)} values for {self._num_completions} completions in {column!r}"
@@ -135,68 +137,71 @@ class CallLog:
 
 
 def clean_name(name: object) -> str:
-    """Return a name of bounded length without line ends and control characters."""
+    """Return the text of a name, cut to MAX_NAME, with blanks for line ends and control characters."""
     return "".join(char if char.isprintable() else " " for char in str(name))[:MAX_NAME]
 
 
 def _to_plain(value: Any) -> Any:
-    """Convert a value to one of JSON: None for a float that is not finite, the repr for any other type."""
+    """Convert a value to one of JSON: None for a float that is not finite, and the repr for any other
+    type."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value if value is None or isinstance(value, str | bool | int | float) else repr(value)[:MAX_DETAIL]
 
 
-def judge(
+def judge_completions(
     function: Callable[..., Any],
     num_completions: int,
     columns: dict[str, Any],
-    confined: bool = False,
-    probing: bool = False,
+    is_confined: bool = False,
+    is_probing: bool = False,
 ) -> Judgement:
-    """Call a reward function and check what it returns: one verdict per completion, always.
+    """Call a reward function and check what it returns: (a verdict per completion, the traceback or "").
+    Never raises.
 
     None is a verdict too (a skip). A fault of the whole call applies to every completion, a NaN or an
-    infinity only to its own. ``confined``: the detail of an error that isolation may have caused says how to
-    turn isolation off. ``probing``: failures that no completion could change get their own names: a signature
-    that does not take the columns, a column that the row does not have, a name or a module that does not
-    exist.
+    infinity only to its own. ``is_confined``: the detail of an error that isolation may have caused says how
+    to turn isolation off. ``is_probing``: failures that no completion could change get their own names: a
+    signature that does not take the columns, a column that the row does not have, a name or a module that
+    does not exist. To find a missing column the function may be called a second time. A process that the
+    function has forked ends here.
     """
-    if probing:
+    if is_probing:
         with contextlib.suppress(ValueError):  # a builtin without a signature
             try:
                 inspect.signature(function).bind(**columns)
             except TypeError as error:
                 return _repeat_fault(num_completions, Fault.SIGNATURE, str(error)), ""
-    process = os.getpid()
+    pid = os.getpid()
     try:
         values = _call_function(function, columns)
-        _end_fork(process)
+        _end_fork(pid)
         return _check_values(values, num_completions), ""
     except BaseException as error:  # also SystemExit and the timeouts of libraries that are no Exception
-        _end_fork(process, error)
-        fault = _find_sure_fault(function, columns, error) if probing else None
-        detail = _describe_with_hint(error, confined)
-        return _repeat_fault(num_completions, fault or Fault.RAISED, detail), trace(error)
+        _end_fork(pid, error)
+        fault = _find_sure_fault(function, columns, error) if is_probing else None
+        detail = _describe_with_hint(error, is_confined)
+        return _repeat_fault(num_completions, fault or Fault.RAISED, detail), format_trace(error)
 
 
 def select_arguments(
-    function: Callable[..., Any], offered: dict[str, Any], named: dict[str, Any]
+    function: Callable[..., Any], offered: dict[str, Any], optional: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return those of ``offered`` that a function takes, by name or with ``**``, and those of ``named`` that
-    are among its parameters."""
+    """Return those of ``offered`` that a function takes, by name or with ``**``, and those of ``optional``
+    that are among its parameters. Return {} for a function without a signature."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # a builtin without a signature
         return {}
     takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     arguments = {name: value for name, value in offered.items() if takes_all or name in parameters}
-    return arguments | {name: value for name, value in named.items() if name in parameters}
+    return arguments | {name: value for name, value in optional.items() if name in parameters}
 
 
-def _end_fork(process: int, error: BaseException | None = None) -> None:
-    """End this process, as Python ends a program, if a reward function has forked it from ``process`` and
-    returned in it: only the worker may go on."""
-    if os.getpid() == process:
+def _end_fork(worker_pid: int, error: BaseException | None = None) -> None:
+    """End this process, as Python ends a program, if a reward function has forked it from ``worker_pid`` and
+    returned in it: only the worker may go on. A no-op in the worker."""
+    if os.getpid() == worker_pid:
         return
     status = int(error is not None)
     if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
@@ -209,6 +214,7 @@ def _end_fork(process: int, error: BaseException | None = None) -> None:
 
 
 def _call_function(function: Callable[..., Any], columns: dict[str, Any]) -> Any:
+    """Call a reward function; run what it returns if that is a coroutine."""
     values = function(**columns)
     return asyncio.run(values) if inspect.iscoroutine(values) else values
 
@@ -224,19 +230,19 @@ def _check_values(values: Any, num_completions: int) -> list[Verdict]:
 
 
 def _describe_with_hint(error: BaseException, is_confined: bool) -> str:
-    """Describe the exception, its line, and how to turn off isolation where that may have caused it."""
+    """Describe the exception, its line, and how to turn off isolation if that may have caused it."""
     hint = ""
     if is_confined:
         hint = HIDDEN.format(name) if (name := _find_hidden_variable(error)) else ""
         hint = hint or (OPEN_UP if _is_refusal(error) else "")
-    return f"{describe(error)}{locate_error(error)}{hint}"
+    return f"{describe_error(error)}{locate_error(error)}{hint}"
 
 
 def _find_hidden_variable(error: BaseException) -> str:
     """Return the missing environment variable that ``error`` is about, if it looks like a secret; else ""."""
     from ostinato.reward.isolation import drop_secrets
 
-    text = describe(error)
+    text = describe_error(error)
     if not (_is_environment_lookup(error) or "environment variable" in text.lower()):
         return ""
     names = [name for name in re.findall("[A-Z][A-Z0-9_]+", text) if name not in os.environ]
@@ -265,8 +271,9 @@ def _make_verdict(value: Any) -> Verdict:
     return (number, "", "") if math.isfinite(number) else (None, Fault.NON_FINITE, str(number))
 
 
-def describe(error: BaseException) -> str:
-    """Return ``ZeroDivisionError: division by zero``, on one line, of bounded length, valid as UTF-8."""
+def describe_error(error: BaseException) -> str:
+    """Describe an error as ``ZeroDivisionError: division by zero``, on one line, of bounded length, valid as
+    UTF-8."""
     try:
         text = str(error)
     except Exception as str_error:  # from a user's own __str__
@@ -287,7 +294,7 @@ def _is_refusal(error: BaseException | None) -> bool:
 
 
 def locate_error(error: BaseException) -> str:
-    """Return `` (reward.py:12)``, the innermost line of the user's own code; empty where there is none."""
+    """Return `` (reward.py:12)``, the innermost line of the user's own code; "" if there is none."""
     frames = [frame for frame in _extract_frames(error) if _is_user_file(frame.filename)]
     if isinstance(error, SyntaxError) and error.filename and _is_user_file(error.filename):
         return f" ({os.path.basename(error.filename)}:{error.lineno})"
@@ -308,8 +315,9 @@ def _extract_frames(error: BaseException) -> list[traceback.FrameSummary]:
     ]
 
 
-def trace(error: BaseException) -> str:
-    """Return the traceback as Python prints it (causes first), of bounded length."""
+def format_trace(error: BaseException) -> str:
+    """Format the traceback as Python prints it (causes first), with at most MAX_CHAIN exceptions and bounded
+    lines."""
     chain = [error]
     while len(chain) < MAX_CHAIN and (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
         chain.append(cause)
@@ -318,7 +326,7 @@ def trace(error: BaseException) -> str:
         + "".join(
             line[:MAX_DETAIL].rstrip("\n") + "\n" for line in traceback.format_list(_extract_frames(link))
         )
-        + describe(link)
+        + describe_error(link)
         for link in reversed(chain)
     ]
     return "\n\n".join(parts).encode("utf-8", "backslashreplace").decode()  # may not be valid UTF-8
@@ -327,7 +335,8 @@ def trace(error: BaseException) -> str:
 def _find_sure_fault(
     function: Callable[..., Any], columns: dict[str, Any], error: BaseException
 ) -> Fault | None:
-    """Return the fault of a dry run that no completion could change; None where another might."""
+    """Return the fault of a dry run that no completion could change; None if another completion might. For a
+    missing key the function is called again, with a column of that name."""
     frames, code = _extract_frames(error), getattr(inspect.unwrap(function), "__code__", None)
     if not frames:
         return None
@@ -351,72 +360,84 @@ def _find_sure_fault(
 
 
 def _end_with_parent(parent: int) -> None:
+    """Wait until the parent is gone, then kill the process group."""
     while os.getppid() == parent:
         time.sleep(WATCH_S)
     os.killpg(0, signal.SIGKILL)
 
 
 def _limit_cpu(timeout_s: float) -> None:
-    """Limit the CPU time, so that the kernel ends a call whose parent is gone. While the parent runs the
-    limit is never reached: the parent kills after ``timeout_s``, before all cores together have used that
-    much."""
+    """Limit the CPU time from now on, so that the kernel ends a call whose parent is gone. While the parent
+    runs the limit is never reached: the parent kills after ``timeout_s``, before all cores together have used
+    that much."""
     import resource
 
     usage = resource.getrusage(resource.RUSAGE_SELF)
-    soft = math.ceil(usage.ru_utime + usage.ru_stime + timeout_s * (os.cpu_count() or 1)) + 1
-    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    soft = soft if hard == resource.RLIM_INFINITY else min(soft, hard)
-    resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))
+    soft_limit = math.ceil(usage.ru_utime + usage.ru_stime + timeout_s * (os.cpu_count() or 1)) + 1
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_CPU)
+    soft_limit = soft_limit if hard_limit == resource.RLIM_INFINITY else min(soft_limit, hard_limit)
+    resource.setrlimit(resource.RLIMIT_CPU, (soft_limit, hard_limit))
 
 
 def _answer_request(
     functions: dict[str, Callable[..., Any]], request: bytes, is_confined: bool, timeout_s: float
 ) -> dict[str, Any]:
-    """Call the function that a request names, and return the reply."""
-    id_, num_completions = REQUEST.unpack_from(request)
+    """Call the function that a request names, and return the reply. A request that cannot be unpickled is a
+    fault."""
+    request_id, num_completions = REQUEST.unpack_from(request)
     log = CallLog(num_completions)
     try:
-        name, columns, terms, probing = pickle.loads(memoryview(request)[REQUEST.size :])
+        name, columns, trainer_terms, is_probing = pickle.loads(memoryview(request)[REQUEST.size :])
     except BaseException as error:  # a column of a class that cannot be imported here
-        verdicts, trace = _repeat_fault(num_completions, Fault.UNPICKLABLE, describe(error)), ""
+        verdicts, trace_text = _repeat_fault(num_completions, Fault.UNPICKLABLE, describe_error(error)), ""
     else:
         helpers = {"log_metric": log.log_metric, "log_extra": log.log_extra}
-        helpers["trainer_state"] = TrainerState(**terms)
+        helpers["trainer_state"] = TrainerState(**trainer_terms)
         columns = {**select_arguments(functions[name], helpers, {"timeout_s": timeout_s}), **columns}
-        verdicts, trace = judge(functions[name], num_completions, columns, is_confined, probing)
-    return {"id": id_, "verdicts": verdicts, "trace": trace, "metrics": log.metrics, "extra": log.extra}
+        verdicts, trace_text = judge_completions(
+            functions[name], num_completions, columns, is_confined, is_probing
+        )
+    return {
+        "id": request_id,
+        "verdicts": verdicts,
+        "trace": trace_text,
+        "metrics": log.metrics,
+        "extra": log.extra,
+    }
 
 
-def _confine(hello: dict[str, Any], sock: socket.socket) -> list[str]:
+def _confine(settings: dict[str, Any], sock: socket.socket) -> list[str]:
     """Confine this worker. Returns, in a new confined process, what this machine leaves open (``isolation``).
+    With isolation "off", or off Linux, only a thread is started that ends the process with its parent.
 
-    Raises OSError, and ValueError where isolation is "strict" and something is left open.
+    Raises OSError, and ValueError if isolation is "strict" and something is left open.
     """
     from ostinato.reward import isolation
 
-    mode, means, left_open = hello["isolation"], [], []
+    mode, means, gaps = settings["isolation"], [], []
     if mode != "off":
-        means = isolation.find_means(hello["folder"])
-        left_open = isolation.list_gaps(means)
+        means = isolation.find_means(settings["folder"])
+        gaps = isolation.list_gaps(means)
         if mode == "strict":
-            isolation.refuse(left_open)
+            isolation.refuse_gaps(gaps)
     if mode == "off" or sys.platform != "linux":
-        threading.Thread(target=_end_with_parent, args=(hello["parent"],), daemon=True).start()
+        threading.Thread(target=_end_with_parent, args=(settings["parent"],), daemon=True).start()
     else:
-        isolation.enter_isolation(means, hello["folder"], hello["parent"], sock.close)
-    return left_open
+        isolation.enter_isolation(means, settings["folder"], settings["parent"], sock.close)
+    return gaps
 
 
 def main(fd: int) -> None:
-    """Confine this process, import the functions, and answer requests until the socket closes."""
+    """Confine this process, import the functions, and answer requests until the socket closes, which raises
+    EOFError. If confining or importing fails, send the error and return."""
     sock = socket.socket(fileno=fd)
-    hello = json.loads(receive(sock))
-    sys.path[:] = hello["path"]
-    is_confined = hello["isolation"] != "off"
+    settings = json.loads(receive(sock))
+    sys.path[:] = settings["path"]
+    is_confined = settings["isolation"] != "off"
     functions: dict[str, Callable[..., Any]] = {}
     spec = ""
     try:
-        left_open = _confine(hello, sock)
+        gaps = _confine(settings, sock)
     except (OSError, ValueError) as error:
         send(sock, json.dumps({"id": 0, "error": str(error)}).encode())
         return
@@ -430,21 +451,23 @@ def main(fd: int) -> None:
     )  # rewards may print any text
 
     try:
-        for spec in hello["functions"]:
-            functions[spec] = verify.resolve(spec)
+        for spec in settings["functions"]:
+            functions[spec] = verify.resolve_function(spec)
     except BaseException as error:  # importing a user's file can raise anything
         summary = f"importing the reward {spec!r} raised {_describe_with_hint(error, is_confined)}; fix it"
         is_from_verify = type(error) is ValueError and _extract_frames(error)[-1].filename == verify.__file__
-        sentence = str(error) if is_from_verify else f"{summary}\n{trace(error)}"
+        sentence = str(error) if is_from_verify else f"{summary}\n{format_trace(error)}"
         send(sock, json.dumps({"id": 0, "error": sentence}).encode())
         return
     has_coroutine = any(map(inspect.iscoroutinefunction, functions.values()))
-    greeting = {"id": 0, "error": "", "left_open": left_open, "coroutine": has_coroutine}
+    greeting = {"id": 0, "error": "", "left_open": gaps, "coroutine": has_coroutine}
     send(sock, json.dumps(greeting).encode())
     while True:
         request = receive(sock)
-        _limit_cpu(hello["timeout_s"])
-        send(sock, json.dumps(_answer_request(functions, request, is_confined, hello["timeout_s"])).encode())
+        _limit_cpu(settings["timeout_s"])
+        send(
+            sock, json.dumps(_answer_request(functions, request, is_confined, settings["timeout_s"])).encode()
+        )
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ from ostinato.inputs import parse_json
 from ostinato.reward import isolation
 from ostinato.reward import worker as child
 from ostinato.reward.isolation import Mode
-from ostinato.reward.own_answers import OTHERS, OwnVerdict, own_answer
+from ostinato.reward.own_answers import OTHERS, OwnVerdict, find_own_answer
 from ostinato.reward.worker import Fault, Verdict
 from ostinato.types import Group, Prompt, Reward, Stop, Trajectory
 from ostinato.workers.process import Child
@@ -56,10 +56,8 @@ NO_VERDICT = frozenset({Stop.ERROR, Stop.ABORT})  # ends of episodes that the po
 
 
 class Worker:
-    """A child process, started when it is first needed and again after each fault.
-
-    Used by one thread at a time; only ``interrupt`` may come from another.
-    """
+    """A child process, which is started when it is first needed and again after each fault. One thread may
+    use it at a time; only ``interrupt`` may come from another."""
 
     def __init__(self, functions: Sequence[str], timeout_s: float, isolation: Mode) -> None:
         self._functions = list(functions)
@@ -73,8 +71,8 @@ class Worker:
         self._socket: socket.socket | None = None
 
     def start(self) -> str:
-        """Start a process that imports the functions, unless there is one. Returns "" or a sentence that says
-        why it failed, with the lines of a traceback under it."""
+        """Start a process that imports the functions, unless there is one. Returns "", or a sentence that
+        says why it failed, with the lines of a traceback under it; then the process is gone."""
         if self._process is not None:
             return ""
         try:
@@ -113,24 +111,32 @@ class Worker:
             )
 
     def call(self, num_completions: int, request: bytes) -> Reply:
-        """Return the reply to a pickled call. Raises TimeoutError or EOFError; then the process is gone."""
+        """Return the reply to a pickled call, after starting the process if there is none. Raises
+        TimeoutError or EOFError; then the process is gone."""
         if error := self.start():
             raise EOFError(error.partition("\n")[0])
-        id_ = secrets.randbits(63) | 1  # a reply that was written before its request cannot have this id
-        payload = child.REQUEST.pack(id_, num_completions) + request
-        return self._exchange(payload, self._timeout_s, id_, lambda reply: Reply.of(reply, num_completions))
+        request_id = (
+            secrets.randbits(63) | 1
+        )  # a reply that was written before its request cannot have this id
+        payload = child.REQUEST.pack(request_id, num_completions) + request
+        return self._exchange(
+            payload, self._timeout_s, request_id, lambda reply: Reply.of(reply, num_completions)
+        )
 
-    def _exchange(self, request: bytes, timeout_s: float, id_: int, read: Callable[[dict[str, Any]], T]) -> T:
-        """Send a request and return what ``read`` makes of the reply. Kills the process if that fails."""
+    def _exchange(
+        self, request: bytes, timeout_s: float, request_id: int, parse_reply: Callable[[dict[str, Any]], T]
+    ) -> T:
+        """Send a request and return what ``parse_reply`` makes of the reply. Kill the process if that
+        fails."""
         assert self._socket is not None
         deadline = time.monotonic() + timeout_s
         try:
             self._socket.settimeout(timeout_s)
             child.send(self._socket, request)
             reply = parse_json(child.receive(self._socket, deadline), surrogates=True)
-            if not isinstance(reply, dict) or reply.get("id") != id_:
+            if not isinstance(reply, dict) or reply.get("id") != request_id:
                 raise ValueError("another id")
-            return read(reply)
+            return parse_reply(reply)
         except TimeoutError:
             self.kill()
             raise
@@ -143,8 +149,8 @@ class Worker:
             raise EOFError(self.kill()) from error
 
     def interrupt(self) -> None:
-        """Kill the process and all that it started; a call in flight ends at once with EOFError. Without
-        isolation, processes that have left its process group go on."""
+        """Kill the process and all that it started, if there is one. A call in flight ends at once with
+        EOFError. Without isolation, processes that have left its process group go on."""
         process = self._process
         if process is not None:
             if self._isolation != "off":
@@ -152,10 +158,9 @@ class Worker:
             process.kill_group()
 
     def kill(self) -> str:
-        """``interrupt`` and reap. Returns how the process ended: ``killed by signal 9``, ``exit status 3``.
-
-        A process that was already exiting keeps its own status: the signal comes too late to change it.
-        """
+        """Interrupt and reap the process, close its socket and delete its folder. Returns how the process
+        ended, as ``killed by signal 9`` or ``exit status 3``, and "" if there was none. A process that was
+        already exiting keeps its own status: the signal comes too late to change it."""
         self.interrupt()
         process, self._process = self._process, None
         if self._socket is not None:
@@ -179,7 +184,8 @@ class Reply:
 
     @classmethod
     def of(cls, reply: dict[str, Any], num_completions: int) -> Reply:
-        """Check JSON that a reward function may have written itself. Raises ValueError for another form."""
+        """Make a reply of JSON that a reward function may have written itself. Raises ValueError for another
+        form."""
         try:
             verdicts = [_parse_verdict(*fields) for fields in reply["verdicts"]]
             metrics = {
@@ -209,7 +215,7 @@ def _check_number(value: float | None) -> float | None:
 
 
 def _read_greeting(reply: dict[str, Any]) -> tuple[str, list[str], bool]:
-    """Return (error, what isolation leaves open, whether a function is a coroutine) of the first message."""
+    """Return (error, what isolation leaves open, whether a function is a coroutine). Raises ValueError."""
     error, left_open = reply.get("error"), reply.get("left_open", [])
     if not isinstance(error, str) or not isinstance(left_open, list):
         raise ValueError("no greeting")
@@ -259,17 +265,19 @@ class WorkerGrader:
     ) -> None:
         self.counters = Counter[str]() if counters is None else counters
         self._functions = list(functions)
-        self._names = _names(functions)
+        self._name_functions = _name_functions(functions)
         self._weights = list(weights) if weights is not None else [1.0] * len(functions)
         self._judges, self._scorers = dict(judges), dict(scorers)
         self._timeout_s, self._max_steps = timeout_s, max_steps
-        self._closed = False
+        self._is_closed = False
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(workers or COROUTINES, thread_name_prefix="reward")
-        self._idle: queue.LifoQueue[Worker] = queue.LifoQueue()  # last in, first out: the process that runs
+        self._idle_workers: queue.LifoQueue[Worker] = (
+            queue.LifoQueue()
+        )  # last in, first out: the process that runs
         child_functions = [function for function in functions if function not in scorers]
         self._new_worker = partial(Worker, child_functions, timeout_s, isolation)
-        self._workers, self._may_grow = list[Worker](), not workers
+        self._workers, self._can_grow = list[Worker](), not workers
         self._add_workers((workers or 1) if child_functions else 0)
         self._finalizer = weakref.finalize(self, _close_workers, self._workers, self._threads)
 
@@ -280,8 +288,9 @@ class WorkerGrader:
         self.close()
 
     def close(self) -> None:
-        """End the processes; calls in flight end at once without a verdict. May be called twice."""
-        self._closed = True
+        """End the processes and close the scorers. Calls in flight end at once without a verdict. May be
+        called twice."""
+        self._is_closed = True
         self._finalizer()
         for scorer in self._scorers.values():
             scorer.close()
@@ -289,7 +298,7 @@ class WorkerGrader:
     def _add_workers(self, count: int) -> None:
         for _ in range(count):
             self._workers.append(self._new_worker())
-            self._idle.put(self._workers[-1])
+            self._idle_workers.put(self._workers[-1])
 
     @property
     def left_open(self) -> list[str]:
@@ -300,24 +309,25 @@ class WorkerGrader:
         self, prompt: Prompt | None = None, encode: Callable[[str], Sequence[int]] = lambda text: []
     ) -> list[str]:
         """Start the workers and, given a ``prompt``, call each function once on two completions of it: its
-        reference answer (the column ``answer``) and an empty one, with their token ids by ``encode``.
+        reference answer (the column ``answer``) and an empty one, with their token ids by ``encode``. With
+        ``workers`` 0 workers are added if a function is a coroutine.
 
         Raises ValueError, with traceback and completions as a note, for what no other completion could
         change: a function that cannot be imported, does not take the row's columns, looks up a column that
-        the row does not have, or uses a name or a module that does not exist. Also for a result that is not a
-        list of as many numbers, for a function that ends its process, and for one that runs out of time.
-        Failures that other completions may not have (any other exception, or a NaN for both) are returned as
-        warnings: a run ends at its first evaluation or step if all of its answers have them.
+        the row lacks, or uses a name or a module that does not exist. Also for a result that is not a list of
+        as many numbers, and for a function that ends its process or runs out of time. Failures that other
+        completions may not have (any other exception, or a NaN for both) are returned as warnings: a run ends
+        at its first evaluation or step if all of its answers have them.
         """
-        for future in [self._threads.submit(self._start) for _ in self._workers]:
+        for future in [self._threads.submit(self._start_idle) for _ in self._workers]:
             if error := future.result():
                 raise _make_error(*error.partition("\n")[::2])
-        if self._may_grow and any(worker.has_coroutine for worker in self._workers):
-            self._may_grow = False
+        if self._can_grow and any(worker.has_coroutine for worker in self._workers):
+            self._can_grow = False
             self._add_workers(COROUTINES - len(self._workers))
         if prompt is None:
             return []
-        texts, warnings = [own_answer(prompt) or "I do not know.", ""], []
+        texts, warnings = [find_own_answer(prompt) or "I do not know.", ""], []
         for function, name, _ in self._select_functions(prompt):
             if function in self._scorers:
                 continue
@@ -334,16 +344,16 @@ class WorkerGrader:
             )
         return warnings
 
-    def own_verdicts(
+    def iterate_own_verdicts(
         self, prompts: Sequence[Prompt], encode: Callable[[str], Sequence[int]]
     ) -> Iterator[tuple[str, str, list[OwnVerdict]]]:
         """Yield (function, its name, its verdicts on the own answers of these prompts, which are of one
-        task). A function judges as many answers as its time limit allows, and at least one. ``scorers``,
+        task). A function judges as many answers as its time limit allows, and at least one; ``scorers``,
         OTHERS and functions of weight 0 judge none."""
         for function, name, weight in self._select_functions(prompts[0]) if prompts else ():
             verdicts, end = list[OwnVerdict](), time.monotonic() + self._timeout_s
             for prompt in prompts if weight and function not in {*self._scorers, *OTHERS} else ():
-                if (answer := own_answer(prompt, function)) is None:
+                if (answer := find_own_answer(prompt, function)) is None:
                     continue
                 ((value, fault, detail),) = self._try_call(function, prompt, [answer], encode).verdicts
                 verdict = OwnVerdict(row=prompt.where, answer=answer, value=value, fault=fault, detail=detail)
@@ -355,7 +365,7 @@ class WorkerGrader:
     def _try_call(
         self, function: str, prompt: Prompt, texts: Sequence[str], encode: Callable[[str], Sequence[int]]
     ) -> Reply:
-        """Call a function on whole answers before a run."""
+        """Call a function on whole answers before a run, and wait for its reply."""
         graded_prompt, answers = (
             _prepend_prefill(prompt, [])[0],
             [([text], list(encode(text))) for text in texts],
@@ -365,7 +375,8 @@ class WorkerGrader:
         return self._threads.submit(self._call_worker, function, len(texts), columns, 0, True).result()
 
     async def grade(self, group: Group) -> list[Reward]:
-        """Grade each trajectory, in order. Episodes that ended in ERROR or ABORT are not judged."""
+        """Grade each trajectory, in order, and count what has no value. Episodes that ended in ERROR or ABORT
+        are not judged."""
         trajectories = [trajectory for trajectory in group.trajectories if trajectory.stop not in NO_VERDICT]
         if not trajectories:
             return [_make_unplayed_reward(trajectory) for trajectory in group.trajectories]
@@ -392,7 +403,7 @@ class WorkerGrader:
         for name, reply in zip(names, replies, strict=True):
             for value, fault, _ in reply.verdicts:
                 if value is None:
-                    self._count(f"rewards/{name}/{fault or 'skipped'}")
+                    self._increment(f"rewards/{name}/{fault or 'skipped'}")
         parts = list(zip(names, weights, replies, strict=True))
         rewards = iter([_sum_verdicts(parts, number) for number in range(len(trajectories))])
         return [
@@ -405,57 +416,59 @@ class WorkerGrader:
 
     def _select_functions(self, prompt: Prompt) -> list[tuple[str, str, float]]:
         """Return (function, name in metrics, weight) of the functions that grade the prompt's task."""
-        functions = zip(self._functions, self._names, self._weights, strict=True)
+        functions = zip(self._functions, self._name_functions, self._weights, strict=True)
         judges = self._judges.get(prompt.task, self._functions)
         return [function for function in functions if function[0] in judges]
 
-    def _start(self) -> str:
-        worker = self._idle.get()
+    def _start_idle(self) -> str:
+        """Start an idle worker's process if it has none; return its error or ""."""
+        worker = self._idle_workers.get()
         try:
             return worker.start()
         finally:
-            self._idle.put(worker)
+            self._idle_workers.put(worker)
 
     def _call_worker(
-        self, function: str, num_completions: int, columns: dict[str, Any], step: int, probe: bool = False
+        self, function: str, num_completions: int, columns: dict[str, Any], step: int, is_probe: bool = False
     ) -> Reply:
-        """Call a function in an idle worker, once more if the process dies; a fault is a verdict."""
+        """Call a function in an idle worker, once more if the process dies. Count a fault and return it as
+        verdicts."""
 
         def make_faults(fault: Fault, detail: str) -> Reply:
             return Reply(verdicts=[(None, fault, detail)] * num_completions)
 
-        terms = {"global_step": step, "max_steps": self._max_steps}
+        trainer_terms = {"global_step": step, "max_steps": self._max_steps}
         try:
-            request = pickle.dumps((function, columns, terms, probe))
+            request = pickle.dumps((function, columns, trainer_terms, is_probe))
         except (pickle.PicklingError, TypeError, AttributeError, RecursionError, ValueError) as error:
-            return make_faults(Fault.UNPICKLABLE, child.describe(error))
+            return make_faults(Fault.UNPICKLABLE, child.describe_error(error))
         detail = ""
         for attempt in range(1 + RETRIES):
-            worker = self._idle.get()
+            worker = self._idle_workers.get()
             try:
-                if self._closed:
+                if self._is_closed:
                     return make_faults(Fault.DIED, "the grader was closed")
                 if attempt:
-                    self._count("reward_workers/retried")
+                    self._increment("reward_workers/retried")
                 return worker.call(num_completions, request)
             except TimeoutError:
-                self._count("reward_workers/hung")
+                self._increment("reward_workers/hung")
                 return make_faults(Fault.TIMEOUT, f"no verdict in {self._timeout_s:g} s")
             except EOFError as error:
-                self._count("reward_workers/died")
+                self._increment("reward_workers/died")
                 detail = str(error)
             finally:
-                self._idle.put(worker)
+                self._idle_workers.put(worker)
         return make_faults(Fault.DIED, detail)
 
-    def _count(self, key: str) -> None:
+    def _increment(self, key: str) -> None:
         with self._lock:
             self.counters[key] += 1
 
 
 def _sum_verdicts(replies: Iterable[tuple[str, float, Reply]], number: int) -> Reward:
-    """Return the weighted sum of the verdicts on answer ``number``; ``replies``: (name, weight, reply) of
-    each function."""
+    """Return the weighted sum of the verdicts on answer ``number``; no value for any fault, or for skips
+    alone. ``replies``: (name, weight, reply) of each function."""
     parts: dict[str, float | None] = {}
     failures: dict[str, str] = {}
     metrics: dict[str, list[float]] = {}
@@ -490,7 +503,7 @@ def _close_workers(workers: Sequence[Worker], threads: ThreadPoolExecutor) -> No
 
 
 def _explain_refusal(name: str, fault: str, detail: str, timeout_s: float) -> str:
-    """Return why a function that failed on its dry run is refused; "" where another completion may work."""
+    """Return why a function that failed on its dry run is refused; "" if another completion may work."""
     match fault:
         case Fault.WRONG_LENGTH:
             return f"reward {name} returned {detail}; return one number per completion"
@@ -536,8 +549,9 @@ def _make_error(sentence: str, note: str) -> ValueError:
     return error
 
 
-def _names(functions: Sequence[str]) -> list[str]:
-    """The names in metrics: ``f`` for ``path.py:f``, ``judge`` for a judge, unless two would be equal."""
+def _name_functions(functions: Sequence[str]) -> list[str]:
+    """Return the names in metrics: ``f`` for ``path.py:f``, ``judge`` for a judge; the functions if two would
+    be equal."""
     short_names = ["judge" if spec.startswith(JUDGE) else spec.rpartition(":")[2] for spec in functions]
     return short_names if len(set(short_names)) == len(short_names) else list(functions)
 
@@ -557,7 +571,8 @@ _Answers = list[tuple[list[str], list[int]]]  # (texts of its turns, token ids) 
 
 
 def _prepend_prefill(prompt: Prompt, answers: _Answers) -> tuple[Prompt, _Answers]:
-    """Move an assistant message at the end of a prompt to the beginning of its answers, as TRL does."""
+    """Move an assistant message at the end of a prompt, if any, to the beginning of its answers, as TRL
+    does."""
     if prompt.prefill is None or prompt.messages is None:
         return prompt, answers
     longer_answers = [([prompt.prefill + "".join(texts[:1]), *texts[1:]], ids) for texts, ids in answers]
@@ -565,10 +580,8 @@ def _prepend_prefill(prompt: Prompt, answers: _Answers) -> tuple[Prompt, _Answer
 
 
 def _make_columns(prompt: Prompt, answers: Sequence[tuple[list[str], list[int]]]) -> dict[str, Any]:
-    """The arguments that TRL passes to a reward function, all as lists: the row's columns and the answers.
-
-    For a chat prompt a completion is a chat too: the policy's messages, one per turn.
-    """
+    """Make the arguments that TRL passes to a reward function, all as lists: the row's columns and the
+    answers. For a chat prompt a completion is a chat too: the policy's messages, one per turn."""
     num_completions = len(answers)
     columns = {name: [value] * num_completions for name, value in prompt.columns.items()}
     if prompt.messages is None:

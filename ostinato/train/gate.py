@@ -33,7 +33,7 @@ from ostinato.algo.routing import (
     sum_parts,
 )
 from ostinato.model.config import MoEConfig
-from ostinato.model.moe import routing_fault
+from ostinato.model.moe import find_routing_fault
 from ostinato.types import NO_EXPERT, Batch, Microbatch
 
 _FIX = ": fix what records them, or train without (trainer.replay=false)"
@@ -183,7 +183,7 @@ def _find_routing_fault(microbatch: Microbatch, rows: slice | np.ndarray, moe: M
     """The fault of the experts of ``rows``, in words; empty where there is none."""
     if microbatch.experts is None:
         return ""
-    return routing_fault(torch.from_numpy(microbatch.experts[rows]), len(microbatch.tokens[rows]), moe)
+    return find_routing_fault(torch.from_numpy(microbatch.experts[rows]), len(microbatch.tokens[rows]), moe)
 
 
 def drop_routes(batch: Batch) -> Batch:

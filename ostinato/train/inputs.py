@@ -40,7 +40,7 @@ class Inputs:
     @property
     def work(self) -> Work:
         """The work of one forward."""
-        return Work.packed(self.segments, len(self.rows))
+        return Work.from_segments(self.segments, len(self.rows))
 
 
 def as_inputs(microbatch: Microbatch, device: torch.device, *, moe: bool, replay: bool) -> Inputs:

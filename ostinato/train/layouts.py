@@ -14,7 +14,7 @@ from ostinato.model.config import ModelConfig
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters
 from ostinato.model.ops import TORCH_OPS, Ops
-from ostinato.model.shapes import AdapterSpec, adapter_shapes
+from ostinato.model.shapes import AdapterSpec, compute_adapter_shapes
 from ostinato.parallel.collectives import Collectives, Mesh
 from ostinato.parallel.experts import ExpertParallel
 from ostinato.parallel.fingerprint import parameter_shapes, sharded_fingerprint
@@ -129,11 +129,11 @@ def _list_shapes(config: ModelConfig, spec: AdapterSpec | None) -> dict[str, tup
         return {
             name: shape
             for name, shape in parameter_shapes(config).items()
-            if not name.endswith("correction_bias")  # see ``Decoder.trainable``
+            if not name.endswith("correction_bias")  # see ``Decoder.set_trainable``
         }
     return {
         f"{name}.{part}": shape
-        for name, pair in adapter_shapes(config, spec).items()
+        for name, pair in compute_adapter_shapes(config, spec).items()
         for part, shape in zip("AB", pair, strict=True)
     }
 

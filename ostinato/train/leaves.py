@@ -60,14 +60,14 @@ def trained_parameters(decoder: Base, adapters: Adapters | None) -> dict[str, Te
     if adapters is not None:
         if any(parameter.requires_grad for parameter in decoder.parameters()):
             raise ValueError(
-                "the decoder is trainable beside its adapters; call decoder.trainable(False) or pass none"
+                "the decoder is trainable beside its adapters; call decoder.set_trainable(False) or pass none"
             )
-        return adapters.leaves()
+        return adapters.list_leaves()
     leaf_by_name: dict[str, Tensor] = {
         name: parameter for name, parameter in decoder.named_parameters() if parameter.requires_grad
     }
     if not leaf_by_name:
-        raise ValueError("nothing is trainable; pass adapters or call decoder.trainable(True)")
+        raise ValueError("nothing is trainable; pass adapters or call decoder.set_trainable(True)")
     if decoder.dtype.itemsize < 4:
         raise ValueError(
             f"model.dtype is {decoder.dtype}, in which small updates of full-parameter training "

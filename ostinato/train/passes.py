@@ -21,7 +21,7 @@ from ostinato.model.base import Base
 from ostinato.model.config import MoEConfig
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters
-from ostinato.model.moe import routing_margins
+from ostinato.model.moe import compute_routing_margins
 from ostinato.model.ops import TORCH_OPS, Ops
 from ostinato.train.gate import count_rows
 from ostinato.train.inputs import Inputs
@@ -120,7 +120,7 @@ def watch_routers(ops: Ops, margins_by_layer: list[Tensor]) -> Ops:
     def route(
         logits: Tensor, moe: MoEConfig, bias: Tensor | None = None, routing: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        margins_by_layer.append(routing_margins(logits.detach(), moe, bias))
+        margins_by_layer.append(compute_routing_margins(logits.detach(), moe, bias))
         return ops.route(logits, moe, bias, routing)
 
     return replace(ops, route=route)

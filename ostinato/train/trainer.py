@@ -40,7 +40,7 @@ from ostinato.model.base import Base
 from ostinato.model.flops import Work
 from ostinato.model.lora import Adapters
 from ostinato.model.ops import TORCH_OPS, Ops
-from ostinato.model.peft_io import base_fingerprint
+from ostinato.model.peft_io import compute_base_fingerprint
 from ostinato.train.inputs import Inputs, as_inputs
 from ostinato.train.leaves import WholeLeaves, load_state_tensors, state_tensors, trained_parameters
 from ostinato.train.local import LocalPasses
@@ -111,7 +111,7 @@ class PolicyTrainer:
                 entropy_grad=algorithm.needs_entropy,
             ),
             leaves=WholeLeaves(trained_parameters(decoder, adapters)),
-            fingerprint=lambda: base_fingerprint(decoder),
+            fingerprint=lambda: compute_base_fingerprint(decoder),
         )
         self._passes, self._leaves = self._backend.passes, self._backend.leaves
         self._named = self._leaves.named
@@ -145,7 +145,7 @@ class PolicyTrainer:
         whole_tensors = self._leaves.whole({name: leaf.detach() for name, leaf in self._named.items()})
         if self._adapters is not None:
             # tensors from other ranks came through host memory
-            return self._adapters.copy_of(whole_tensors, self._decoder.config).to(self._decoder.device)
+            return self._adapters.copy_leaves(whole_tensors, self._decoder.config).to(self._decoder.device)
         if self._backend.mirror is not None:
             for name, parameter in self._backend.mirror.named_parameters():
                 if name in whole_tensors:

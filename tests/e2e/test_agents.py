@@ -17,7 +17,7 @@ from ostinato.apps.memory.chat import NOTE
 from ostinato.apps.memory.conversations import make_conversations
 from ostinato.config.sections import MemorySection
 from ostinato.engine.local import LocalEngine
-from ostinato.env.custom import EnvEpisode, seeds
+from ostinato.env.custom import EnvEpisode, make_seed_prompts
 from ostinato.env.games import GuessNumber, PriceList
 from ostinato.env.tasks import load_tasks
 from ostinato.launch.policy import load_policy
@@ -57,7 +57,7 @@ def test_an_agent_with_openais_client_plays_the_episode_of_the_built_in_environm
     world: World, policy: Any, server: AgentServer
 ) -> None:
     """Bit for bit: the same tokens, log-probabilities and rewards, nothing computed twice; and once more."""
-    for prompt in seeds(GuessNumber, "g", "train", 0, 3):
+    for prompt in make_seed_prompts(GuessNumber, "g", "train", 0, 3):
         built_in = world.play(lambda one: EnvEpisode(one, world.renderer, GuessNumber, 4), prompt)
         played = [World(policy, server) for _ in range(2)]
         groups = [one.play(one.agent(agents.guess), prompt) for one in played]
@@ -78,7 +78,7 @@ def test_an_agent_with_a_tool_plays_the_episodes_of_the_built_in_shop(policy: An
     server = AgentServer(policy.renderer, calls="equals")
     try:
         calls = 0
-        for prompt in seeds(Sums, "g", "train", 0, 2):
+        for prompt in make_seed_prompts(Sums, "g", "train", 0, 2):
             built_in = World(policy, server).play(shop(policy.renderer), prompt, stop=("=",))
             played = [World(policy, server) for _ in range(2)]
             groups = [one.play(one.agent(sums, 3), prompt, stop=("=",)) for one in played]

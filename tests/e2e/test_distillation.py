@@ -18,7 +18,7 @@ from short_run import SHORT
 
 from ostinato.launch import RunFailed
 from ostinato.launch.session import Outcome, learn, resume
-from ostinato.model.named import model_folder
+from ostinato.model.named import find_model_folder
 from ostinato.model.peft_io import LOGICAL
 from ostinato.observe.page import write_report
 from ostinato.run import RunFolder
@@ -131,7 +131,7 @@ def test_a_teacher_that_is_lost_ends_the_run_in_one_sentence(teacher: Path, tmp_
 def test_another_model_teaches_where_it_has_the_same_tokens(tmp_path: Path) -> None:
     """Here the base itself: a fresh adapter has nothing to learn from it."""
     other = tmp_path / "other"
-    shutil.copytree(model_folder("asset:seed-moe"), other)
+    shutil.copytree(find_model_folder("asset:seed-moe"), other)
     base: dict[str, Any] = {"teacher__model": other, "teacher__adapter": ""}
     outcome = run("opd", tmp_path, **base, trainer__steps=1)
     assert abs(rows(outcome.folder)[0]["opd/reverse_kl"]) < 1e-6

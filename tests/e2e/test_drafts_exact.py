@@ -28,7 +28,7 @@ from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.hf import load_model
 from ostinato.model.lora import init_adapters
-from ostinato.model.named import model_folder
+from ostinato.model.named import find_model_folder
 from ostinato.model.shapes import AdapterSpec
 from ostinato.protocols import Drafter
 from ostinato.render import Renderer
@@ -39,7 +39,7 @@ QUESTIONS = ("What is 716 + 471?", "What is 23 * 7?", "12 + 8 - 5 + 30 = ?")
 
 @cache
 def model(name: str, dtype: torch.dtype) -> tuple[Decoder, Renderer]:
-    folder = model_folder(name)
+    folder = find_model_folder(name)
     return load_model(folder, dtype=dtype, device="cpu", fp32_head=True), Renderer(folder)
 
 

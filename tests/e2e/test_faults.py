@@ -25,8 +25,7 @@ from commands import LAUNCHER, LIMIT_S, ended, environment, gone, only_run, rows
 
 from lab.same_run import same
 from ostinato.lock import LOCK
-from ostinato.model.native import BuildError
-from ostinato.model.native import load as load_kernels
+from ostinato.model.native import BuildError, load_kernels
 from ostinato.run import JsonlZst
 
 pytestmark = pytest.mark.slow

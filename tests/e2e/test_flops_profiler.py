@@ -120,7 +120,7 @@ def batch_of(vocab: int, seed: int = 0, budget: int = 90, minibatches: int = 1) 
 
 
 def trained(decoder: Decoder, spec: AdapterSpec | None) -> Adapters | None:
-    decoder.trainable(spec is None)
+    decoder.set_trainable(spec is None)
     return None if spec is None else init_adapters(decoder.config, spec)
 
 

@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 from small_transformers import saved
 
 from ostinato.launch.machine import choose_backend
-from ostinato.model.gguf import smollm2_folder
+from ostinato.model.gguf import make_smollm2_folder
 from ostinato.model.hf import load_model
-from ostinato.model.hf_names import hf_tensors
-from ostinato.model.named import model_folder
+from ostinato.model.hf_names import list_hf_tensors
+from ostinato.model.named import find_model_folder
 from ostinato.render import Renderer
 
 pytestmark = pytest.mark.slow
@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("gguf")
     cache = tmp_path_factory.mktemp("cache")
     try:
-        return smollm2_folder(cache)
+        return make_smollm2_folder(cache)
     except ValueError as error:
         pytest.skip(str(error))
 
@@ -82,10 +82,10 @@ def test_renderer_agrees_with_transformers(folder: Path) -> None:
 def test_the_cached_folder_is_reused_until_its_source_changes(folder: Path) -> None:
     marker, config = folder / "ostinato.json", folder / "config.json"
     before = config.stat().st_mtime_ns
-    assert smollm2_folder(folder.parent) == folder
+    assert make_smollm2_folder(folder.parent) == folder
     assert config.stat().st_mtime_ns == before
     marker.write_text(json.dumps({"format": 0}))
-    smollm2_folder(folder.parent)
+    make_smollm2_folder(folder.parent)
     assert config.stat().st_mtime_ns > before
 
 
@@ -100,7 +100,7 @@ def test_a_cached_folder_that_is_not_whole_is_made_again(
         with file.open("r+b") as cut:
             cut.truncate(7)
         caplog.clear()
-        smollm2_folder(folder.parent)
+        make_smollm2_folder(folder.parent)
         assert "is damaged" in caplog.text
         assert weights.stat().st_size == size and json.loads(marker.read_bytes())
 
@@ -116,16 +116,16 @@ def test_a_file_of_llama_cpp_is_a_model(tmp_path: Path, monkeypatch: pytest.Monk
     )
     weights = load_file(folder / "model.safetensors")
     exact = write_gguf(gguf, weights, file)
-    decoder = load_model(model_folder(str(file)))
-    found = dict(hf_tensors(decoder))
+    decoder = load_model(find_model_folder(str(file)))
+    found = dict(list_hf_tensors(decoder))
     assert found.keys() == exact.keys()
     assert all(torch.equal(found[name], weight.bfloat16().float()) for name, weight in exact.items())
-    assert choose_backend(model_folder(str(file)))[0] == "native"
-    renderer = Renderer(model_folder(str(file)))
+    assert choose_backend(find_model_folder(str(file)))[0] == "native"
+    renderer = Renderer(find_model_folder(str(file)))
     assert renderer.decode(renderer.encode("12 + 30 = 42")) == "12 + 30 = 42"
     file.write_bytes(b"GGUF" + bytes(40))
     with pytest.raises(ValueError, match=r"own\.gguf"):
-        model_folder(str(file))
+        find_model_folder(str(file))
 
 
 def write_gguf(gguf: Any, weights: dict[str, torch.Tensor], file: Path) -> dict[str, torch.Tensor]:
@@ -139,7 +139,7 @@ def write_gguf(gguf: Any, weights: dict[str, torch.Tensor], file: Path) -> dict[
     writer.add_head_count_kv(2)
     writer.add_rope_freq_base(10000.0)
     writer.add_layer_norm_rms_eps(1e-6)
-    tokenizer = json.loads((model_folder("asset:seed-moe") / "tokenizer.json").read_text())["model"]
+    tokenizer = json.loads((find_model_folder("asset:seed-moe") / "tokenizer.json").read_text())["model"]
     tokens = sorted(tokenizer["vocab"], key=tokenizer["vocab"].__getitem__)
     tokens += [f"<|{at}|>" for at in range(len(tokens), len(weights["lm_head.weight"]))]
     writer.add_tokenizer_model("gpt2")

@@ -247,7 +247,7 @@ def test_wrong_routes_are_refused_by_all_in_the_same_words(layout: str) -> None:
 
 def mirrored(rank: int, world: int, layout: str, case: Case) -> dict[str, Any]:
     whole, _ = whole_model(case)
-    trainer = new_trainer(layout, case, mirror=whole.trainable(False) if rank == 0 else None)
+    trainer = new_trainer(layout, case, mirror=whole.set_trainable(False) if rank == 0 else None)
     trainer.step(batch_of(case, 0))
     assert trainer.adapters() is None
     return dict(whole.named_parameters())

@@ -23,7 +23,7 @@ from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.flops import FlopModel
 from ostinato.model.lora import init_adapters
-from ostinato.model.native import BuildError, load
+from ostinato.model.native import BuildError, load_kernels
 from ostinato.model.shapes import AdapterSpec
 from ostinato.pipeline.evaluate import Evaluation
 from ostinato.pipeline.loop import Finish, Loop, LoopState
@@ -164,7 +164,7 @@ def test_adapters_forecasts_and_the_plan_are_as_recorded(wanted: tuple[str, ...]
     same_machine = before["adapters"] is not None
     if same_machine:
         try:
-            load()
+            load_kernels()
         except BuildError as error:
             pytest.skip(f"bitwise only with the native kernels: {error}")
         pytest.importorskip("ray", reason="one of the runs needs Ray")

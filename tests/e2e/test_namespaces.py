@@ -24,7 +24,7 @@ from namespaces import Hosts, why_not
 from safetensors.torch import load_file, save_file
 from short_run import SHORT, STEPS
 
-from ostinato.model.named import model_folder
+from ostinato.model.named import find_model_folder
 
 pytestmark = pytest.mark.slow
 
@@ -99,7 +99,7 @@ def adapter_of(folder: Path) -> bytes:
 
 def even_vocabulary(folder: Path) -> Path:
     """The packaged model with one more row in its vocabulary of 295: two tensor ranks can share it."""
-    source = model_folder("asset:seed-moe")
+    source = find_model_folder("asset:seed-moe")
     shutil.copytree(source, folder)
     config = json.loads((folder / "config.json").read_text())
     rows = config["vocab_size"]

@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 
 from ostinato.config import Recipe
-from ostinato.env.rows import read
+from ostinato.env.rows import read_prompts
 from ostinato.launch.inputs import prepare_inputs
 from ostinato.launch.sft import read_rows
-from ostinato.model.named import model_folder
+from ostinato.model.named import find_model_folder
 
 
 @pytest.fixture(scope="module")
 def with_an_added_token(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """seed-moe with a token that was added to its tokenizer alone."""
     folder = tmp_path_factory.mktemp("models") / "added"
-    shutil.copytree(model_folder("asset:seed-moe"), folder)
+    shutil.copytree(find_model_folder("asset:seed-moe"), folder)
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     added: dict[str, Any] = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     size = json.loads((folder / "config.json").read_text())["vocab_size"]
@@ -81,5 +81,5 @@ def test_a_table_gives_a_call_no_arguments_of_other_tools(form: str, tmp_path: P
     else:
         source = str(tmp_path / "folder")
         pytest.importorskip("datasets").Dataset(table).save_to_disk(source)
-    for given, prompt in zip(rows, read(source, "train"), strict=True):
+    for given, prompt in zip(rows, read_prompts(source, "train"), strict=True):
         assert prompt.messages == tuple(given["prompt"]) and list(prompt.tools) == given["tools"]

@@ -17,7 +17,7 @@ pytest.importorskip("pydantic_ai")
 from episodes import World, turns_of
 
 from ostinato.apps.serve.agent_server import AgentServer
-from ostinato.env.custom import seeds
+from ostinato.env.custom import make_seed_prompts
 from ostinato.env.games import PriceList
 from ostinato.launch.policy import load_policy
 
@@ -30,7 +30,7 @@ def test_the_tool_loop_of_a_framework_is_one_row_of_tokens_and_repeats() -> None
     server = AgentServer(policy.renderer, calls="equals")
     try:
         played = 0
-        for prompt in seeds(PriceList, "g", "train", 0, 2):
+        for prompt in make_seed_prompts(PriceList, "g", "train", 0, 2):
             worlds = [World(policy, server) for _ in range(2)]
             groups = [one.play(one.agent(pydantic_agent.agent), prompt, 8, ("=",)) for one in worlds]
             assert turns_of(groups[0]) == turns_of(groups[1])

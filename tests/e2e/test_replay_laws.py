@@ -23,7 +23,7 @@ from ostinato.model.attention import CausalAttention
 from ostinato.model.config import MoEConfig
 from ostinato.model.decoder import Decoder
 from ostinato.model.hf import save_model
-from ostinato.model.native import BuildError, Kernels, load
+from ostinato.model.native import BuildError, Kernels, load_kernels
 from ostinato.model.ops import TORCH_OPS
 from ostinato.types import Completion, Request, Sampling
 
@@ -36,7 +36,7 @@ def kernels_of(name: str) -> Kernels | None:
     if name == "torch":
         return None
     try:
-        return load()
+        return load_kernels()
     except BuildError as error:
         pytest.skip(str(error))
 
@@ -109,7 +109,7 @@ def test_both_trainers_have_the_gradient_of_the_same_router(kind: str, tmp_path:
     """[6] Under routes that neither would choose."""
     decoder = tiny(kind)
     theirs = exported(decoder, tmp_path)
-    decoder.trainable(True)
+    decoder.set_trainable(True)
     tokens = torch.randint(0, VOCAB, (24,), generator=torch.Generator().manual_seed(2))
     with attach_replay(theirs) as replay:
         routing = random_routes(decoder, 24)
@@ -193,7 +193,7 @@ def test_replay_on_a_gpu_is_replay(kind: str, dtype: torch.dtype) -> None:
     decoder, tokens = tiny(kind, dtype), torch.arange(24)
     forced = random_routes(decoder, 24)
     expected, _ = decoder(tokens, tokens, CausalAttention(), routing=forced)
-    decoder, tokens = decoder.to("cuda").trainable(True), tokens.cuda()
+    decoder, tokens = decoder.to("cuda").set_trainable(True), tokens.cuda()
 
     def run(routing: Tensor | None, recompute: bool = False) -> tuple[Tensor, Tensor | None, list[Tensor]]:
         hidden, native = decoder(tokens, tokens, CausalAttention(), routing=routing, recompute=recompute)

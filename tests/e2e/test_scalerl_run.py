@@ -15,7 +15,7 @@ import pytest
 from commands import LAUNCHER, ended, only_run, rows, run
 
 from lab.same_run import same
-from ostinato.model.native import BuildError, load
+from ostinato.model.native import BuildError, load_kernels
 
 pytestmark = pytest.mark.lab
 
@@ -51,7 +51,7 @@ def killed(place: Path, file: str, count: int) -> None:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     try:
-        load()
+        load_kernels()
     except BuildError as error:
         pytest.skip(f"bitwise only with the native kernels: {error}")
     place = tmp_path_factory.mktemp("undisturbed")

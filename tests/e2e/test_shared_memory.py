@@ -25,7 +25,7 @@ from ostinato.model.decoder import Decoder
 from ostinato.model.hf import load_model, save_model
 from ostinato.model.lora import init_adapters
 from ostinato.model.shapes import AdapterSpec
-from ostinato.model.shared import shared_file, shared_model, sweep
+from ostinato.model.shared import find_shared_file, load_shared_model, sweep_copies
 from ostinato.model.wire import fingerprint_weights
 from ostinato.types import Request, Sampling
 
@@ -100,7 +100,7 @@ shared.shared_model(sys.argv[1], torch.bfloat16, folder=Path(sys.argv[2]))
 
 def test_sampling_and_publishing_write_to_no_page_of_the_base(source: Path, tmp_path: Path) -> None:
     """The kernels' own pages: nothing is packed anew, nothing is copied on write, adapters come beside."""
-    decoder = shared_model(source, torch.bfloat16, folder=tmp_path)
+    decoder = load_shared_model(source, torch.bfloat16, folder=tmp_path)
     engine = LocalEngine(decoder, kernels=NATIVE, kv_memory_mb=4, context_limit=64)
     engine.publish(init_adapters(decoder.config, AdapterSpec(rank=4)), 1)
     prompts = np.random.default_rng(0).integers(0, 1024, (4, 24)).astype(np.int32)
@@ -108,11 +108,11 @@ def test_sampling_and_publishing_write_to_no_page_of_the_base(source: Path, tmp_
         Request(tokens=row, sampling=Sampling(max_tokens=4), seed=(0, i)) for i, row in enumerate(prompts)
     ]
     assert all(len(done.tokens) for done in asyncio.run(collected(engine.generate(requests), 4)))
-    size = shared_file(source, torch.bfloat16, tmp_path).stat().st_size
-    held, copied = mapped(shared_file(source, torch.bfloat16, tmp_path))
+    size = find_shared_file(source, torch.bfloat16, tmp_path).stat().st_size
+    held, copied = mapped(find_shared_file(source, torch.bfloat16, tmp_path))
     assert copied == 0 and 0.9 * size < held <= size + 8192
     decoder.norm.data[0] = 2.0  # the test of the test: a write is seen
-    assert mapped(shared_file(source, torch.bfloat16, tmp_path))[1] >= 4096
+    assert mapped(find_shared_file(source, torch.bfloat16, tmp_path))[1] >= 4096
 
 
 def test_a_pool_of_keys_takes_memory_as_it_fills() -> None:
@@ -126,18 +126,18 @@ def test_a_pool_of_keys_takes_memory_as_it_fills() -> None:
 
 def test_a_killed_holder_holds_nothing(source: Path, tmp_path: Path) -> None:
     with running(HOLDER, source, tmp_path) as process:
-        assert sweep(tmp_path) == []
+        assert sweep_copies(tmp_path) == []
         os.kill(process.pid, signal.SIGKILL)
         process.wait(timeout=240)
-        assert len(sweep(tmp_path)) == 1 and not list(tmp_path.iterdir())
+        assert len(sweep_copies(tmp_path)) == 1 and not list(tmp_path.iterdir())
 
 
 def test_who_waits_for_a_killed_writer_writes(source: Path, tmp_path: Path) -> None:
     """And does not compute with what was half written."""
     with running(HALF_WRITER, source, tmp_path) as process:
         with pytest.raises(TimeoutError, match="was not finished in time"):
-            shared_model(source, torch.bfloat16, folder=tmp_path, wait_s=0.1)
+            load_shared_model(source, torch.bfloat16, folder=tmp_path, wait_s=0.1)
         os.kill(process.pid, signal.SIGKILL)
         process.wait(timeout=240)
-        shared = shared_model(source, torch.bfloat16, folder=tmp_path, wait_s=10)
+        shared = load_shared_model(source, torch.bfloat16, folder=tmp_path, wait_s=10)
     assert fingerprint_weights(shared) == fingerprint_weights(load_model(source, torch.bfloat16))

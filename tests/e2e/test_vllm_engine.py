@@ -29,7 +29,7 @@ from ostinato.engine.vllm_server import Serve, VllmAt, VllmChild
 from ostinato.model.attention import CausalAttention
 from ostinato.model.hf import load_model
 from ostinato.model.lora import Adapters, init_adapters
-from ostinato.model.named import model_folder
+from ostinato.model.named import find_model_folder
 from ostinato.model.shapes import AdapterSpec
 from ostinato.render import Renderer
 from ostinato.types import Completion
@@ -55,7 +55,7 @@ TEXT = "The ships hung in the sky in much the same way that bricks do not. How m
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
-    model = Path(model_folder("smollm2-135m"))
+    model = Path(find_model_folder("smollm2-135m"))
     decoder, renderer = load_model(model, dtype=torch.float32), Renderer(model)
     serve = Serve(
         python=PYTHON,
@@ -222,7 +222,7 @@ def test_vllms_own_loader_makes_our_updates_of_our_files(
     for role, read in load_file(tmp_path / "updates").items():
         a, b = adapters.tensors[f"layers.0.experts.{role}"]
         torch.testing.assert_close(
-            read, adapters.spec.scale_of(f"layers.0.experts.{role}") * (b @ a).detach()
+            read, adapters.spec.get_scale(f"layers.0.experts.{role}") * (b @ a).detach()
         )
 
 

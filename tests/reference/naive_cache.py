@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ostinato.model.attention import sdpa
+from ostinato.model.attention import compute_attention
 
 
 class NaiveCache:
@@ -26,4 +26,4 @@ class NaiveCache:
         mask = torch.ones(rows, total, dtype=torch.bool, device=q.device).tril(total - rows)
         if window is not None:
             mask = mask.triu(total - rows - window + 1)
-        return sdpa(q, k, v, scale, mask=mask)
+        return compute_attention(q, k, v, scale, mask=mask)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ostinato.model.attention import sdpa
+from ostinato.model.attention import compute_attention
 from ostinato.model.moe import ExpertLora
 from ostinato.types import Segment
 
@@ -20,7 +20,7 @@ class DenseMaskAttention:
         self.mask = segment_mask(segments).to(device)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        return sdpa(q, k, v, scale, mask=self.mask)
+        return compute_attention(q, k, v, scale, mask=self.mask)
 
 
 def segment_mask(segments: Sequence[Segment]) -> Tensor:

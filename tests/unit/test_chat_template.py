@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ostinato.chat_template import ChatTemplate
-from ostinato.model.named import model_folder
+from ostinato.model.named import find_model_folder
 from ostinato.render import Renderer
 
 CHAT = [{"role": "user", "content": "hi"}]
@@ -108,7 +108,7 @@ def test_a_template_that_loops_is_refused_before_anything_is_served(
     """Each request would have met it."""
     from ostinato.cli.app import main
 
-    shutil.copytree(model_folder("asset:seed-moe"), tmp_path / "model")
+    shutil.copytree(find_model_folder("asset:seed-moe"), tmp_path / "model")
     (tmp_path / "model" / "chat_template.jinja").write_text(
         "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     )

@@ -10,7 +10,7 @@ import pytest
 from ostinato.cli.data import data
 from ostinato.config import Recipe
 from ostinato.launch.inputs import find_overlong, read_prompts
-from ostinato.model.named import model_folder
+from ostinato.model.named import find_model_folder
 from ostinato.render import Renderer
 
 
@@ -30,7 +30,7 @@ def test_a_file_is_shown_with_the_rewards_that_can_read_its_answers(
 ) -> None:
     data(str(rows), ["task.params.holdout=0.2", "rollout.max_tokens=100"], model="", row=2)
     shown = capsys.readouterr().out
-    renderer = Renderer(model_folder("asset:seed-moe"))
+    renderer = Renderer(find_model_folder("asset:seed-moe"))
     recipe = Recipe.load({}, f"task.source={rows}", "task.n_train=0", "task.params.holdout=0.2")
     second = read_prompts(recipe, "train", None)[1]
     tokens = renderer.prompt(second).tolist()
@@ -50,7 +50,7 @@ def test_a_recipe_is_shown_with_its_own_rewards(rows: Path, capsys: pytest.Captu
 
 
 def test_rows_that_are_too_long_are_left_out_or_refused(rows: Path) -> None:
-    renderer = Renderer(model_folder("asset:seed-moe"))
+    renderer = Renderer(find_model_folder("asset:seed-moe"))
     recipe = Recipe.load({}, f"task.source={rows}", "task.overlong=filter", "rollout.max_tokens=100")
     read = read_prompts(recipe, "train", None)
     assert [row.where for row in find_overlong(recipe, read, renderer, 256, {"": {}})] == [read[-1].where]

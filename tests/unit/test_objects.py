@@ -13,14 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ostinato.env.rows import prompt_from_row
+from ostinato.env.rows import make_prompt
 from ostinato.objects import load_named, name_object, write_rows
-from ostinato.reward.verify import exact, resolve
+from ostinato.reward.verify import exact, resolve_function
 
 
 def test_a_function_of_a_module_keeps_its_name(tmp_path: Path) -> None:
-    assert name_object(prompt_from_row, tmp_path, "reward") == "ostinato.env.rows:prompt_from_row"
-    assert resolve(name_object(exact, tmp_path, "reward")) is exact
+    assert name_object(make_prompt, tmp_path, "reward") == "ostinato.env.rows:make_prompt"
+    assert resolve_function(name_object(exact, tmp_path, "reward")) is exact
     assert name_object("file.py:f", tmp_path, "reward") == "file.py:f" and not list(tmp_path.iterdir())
 
 
@@ -49,7 +49,7 @@ def test_what_cannot_be_named_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot be handed to another process"):
         name_object(lambda completions: [lock], tmp_path, "reward")
     with pytest.raises(ValueError, match="no file"):
-        resolve(f"{tmp_path}/gone.pkl:score")
+        resolve_function(f"{tmp_path}/gone.pkl:score")
 
 
 VALUES = st.recursive(

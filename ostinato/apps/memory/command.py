@@ -59,7 +59,7 @@ def serve(
     from ostinato.access import is_loopback
     from ostinato.apps.memory.conversations import Keeping, open_memory
     from ostinato.apps.memory.refill import ChatModel
-    from ostinato.model.named import model_folder
+    from ostinato.model.named import find_model_folder
     from ostinato.render import Renderer
 
     key = os.environ.get("OPENAI_API_KEY", "")
@@ -69,7 +69,7 @@ def serve(
             "or listen on 127.0.0.1"
         )
     keeping = Keeping(budget=budget, recent=recent, file=file, refill=refill)
-    renderer = Renderer(model_folder(tokenizer)) if tokenizer else None
+    renderer = Renderer(find_model_folder(tokenizer)) if tokenizer else None
     with open_memory(keeping, renderer, ChatModel(url, model, key)) as chats, bind(host, port) as listening:
         assert chats is not None
         app = Upstream(url, chats, key).app()

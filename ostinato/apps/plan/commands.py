@@ -451,11 +451,11 @@ def place_experts(run: Path, ranks: int, out: Path, *, nodes: int = 1, current: 
     without routes, or ranks that do not fit."""
     from ostinato.config import Recipe
     from ostinato.model.hf import read_config
-    from ostinato.model.named import model_folder
+    from ostinato.model.named import find_model_folder
 
     folder = RunFolder.open(run)
     recipe = Recipe.load(folder.recipe)
-    config = read_config(model_folder(recipe.model.path))
+    config = read_config(find_model_folder(recipe.model.path))
     if config.moe is None:
         raise ValueError(f"{recipe.model.path} has no experts to place; name a run of a mixture of experts")
     routes = list(read_routes(folder).values())

@@ -21,7 +21,7 @@ from ostinato.apps.plan.memory import kv_values
 from ostinato.apps.plan.problem import Problem, Setup
 from ostinato.apps.plan.traffic import Sent, Traffic, ring
 from ostinato.model.config import ModelConfig
-from ostinato.model.flops import Part, layer_rates
+from ostinato.model.flops import Part, compute_layer_rates
 from ostinato.model.shapes import AdapterSpec
 from ostinato.parallel.elements import stage_elements, table_size
 from ostinato.parallel.gpus import find_peak
@@ -113,7 +113,7 @@ class Rates:
 def rates_of(config: ModelConfig, adapter: AdapterSpec | None) -> Rates:
     """Sum the FLOPs of all layers by kind."""
     dense = lora = pair = 0.0
-    for layer in layer_rates(config, adapter):
+    for layer in compute_layer_rates(config, adapter):
         for part, rates in layer.forward.items():
             pair += rates.pairs
             if part == Part.LORA:

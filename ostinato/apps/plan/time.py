@@ -30,7 +30,7 @@ from ostinato.apps.plan.problem import Arrangement, Base, Phase, Placement, Prob
 from ostinato.apps.plan.sampling import rollout_seconds
 from ostinato.apps.plan.traffic import Talk, Traffic, added
 from ostinato.model.config import ModelConfig
-from ostinato.model.flops import LayerRates, Part, Rates, layer_rates
+from ostinato.model.flops import LayerRates, Part, Rates, compute_layer_rates
 from ostinato.model.shapes import AdapterSpec
 from ostinato.parallel.elements import gradient_sums, is_moe, layer_elements, stage_elements, table_size
 from ostinato.parallel.gpus import find_peak
@@ -94,7 +94,7 @@ def kinds_of(
     """Return ((whether it is a mixture, FLOPs) of every kind of layer, the kind of every layer)."""
     kinds: list[tuple[bool, LayerRates]] = []
     places: list[int] = []
-    for layer, rates in enumerate(layer_rates(config, adapter)):
+    for layer, rates in enumerate(compute_layer_rates(config, adapter)):
         kind = (is_moe(config, layer), rates)
         if kind not in kinds:
             kinds.append(kind)
@@ -186,7 +186,7 @@ class _MicrobatchPrice:
     def layer(self, talk: Talk, moe: bool, rates: LayerRates, backward: bool) -> Terms:
         terms = self.run(moe, rates.forward, 1.0)
         self.say(terms, talk.layer(self.rows, moe=moe))
-        if not backward or not rates.needed:
+        if not backward or not rates.needs_gradient:
             return terms
         if self.setup.recompute:
             _add_terms(terms, dict(terms))  # the forward again, with its messages

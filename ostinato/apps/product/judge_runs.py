@@ -24,7 +24,7 @@ from ostinato.apps.product.judging import Choice
 from ostinato.apps.product.pairs import deduplicate, extract, split
 from ostinato.apps.product.store import open_store
 from ostinato.config import Recipe
-from ostinato.env.rows import messages, raw_rows
+from ostinato.env.rows import check_messages, read_raw_rows
 from ostinato.env.tasks import check_source
 from ostinato.observe.stats import wilson
 from ostinato.run import RunFolder, atomic_write
@@ -59,7 +59,7 @@ def read_preferences(source: str, holdout: float = 0.0) -> list[Preference]:
     """
     if source.startswith(("postgresql://", "postgres://")) or Path(source).suffix in STORES:
         return _read_store(source, holdout)
-    rows, _ = raw_rows(check_source(source), "train", "", 0.0)
+    rows, _ = read_raw_rows(check_source(source), "train", "", 0.0)
     pairs = [_parse_preference(row, f"row {number} of {source}") for number, row in rows]
     if not pairs:
         raise ValueError(f"{source} has no rows; give it pairs (docs/judge.md)")
@@ -108,12 +108,20 @@ def _parse_preference(row: Mapping[str, Any], row_name: str) -> Preference:
     prompt = row.get("prompt") or row.get("messages") or row.get("question")
     if not prompt:
         raise ValueError(f"{row_name} has no 'prompt'; give it a text or a chat")
-    chat = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else messages(prompt, row_name)
+    chat = (
+        ({"role": "user", "content": prompt},)
+        if isinstance(prompt, str)
+        else check_messages(prompt, row_name)
+    )
     answers = []
     for name in ("chosen", "rejected"):
         value = row.get(name)
         answers.append(
-            value if isinstance(value, str) else messages(value, row_name)[-1]["content"] if value else ""
+            value
+            if isinstance(value, str)
+            else check_messages(value, row_name)[-1]["content"]
+            if value
+            else ""
         )
         if not answers[-1].strip():
             raise ValueError(f"{row_name} has no {name!r}; give it a text or a chat that ends with one")

@@ -20,7 +20,7 @@ from ostinato.apps.product.judging import check_template
 from ostinato.config import Recipe
 from ostinato.engine.local import LocalEngine
 from ostinato.inputs import parse_json
-from ostinato.model.named import model_folder
+from ostinato.model.named import find_model_folder
 from ostinato.model.peft_io import LOGICAL
 from ostinato.render import Renderer
 from ostinato.reward.workers import JUDGE
@@ -74,7 +74,7 @@ def _open_source(full_name: str, like: Spec | None) -> Source:
         if spec_file is not None and (folder / "config.json").is_file():
             spec, spec_file = replace(spec, model=name), None  # a full model, with its description beside it
         adapter = None if spec_file is None else _find_adapter(folder)
-        model_folder(spec.model)  # raises its own error for a name that is no model
+        find_model_folder(spec.model)  # raises its own error for a name that is no model
     revision = _hash_revision(spec, address, adapter)
     source = Source(name=name, spec=spec, revision=revision, adapter=adapter, address=address)
     if pin and pin != source.revision:

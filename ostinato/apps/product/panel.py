@@ -24,7 +24,7 @@ from ostinato.launch.engine import new_engine
 from ostinato.launch.machine import resolve_auto
 from ostinato.launch.models import load_decoder
 from ostinato.model.decoder import Decoder
-from ostinato.model.named import model_folder
+from ostinato.model.named import find_model_folder
 from ostinato.model.peft_io import load_peft
 from ostinato.render import Renderer
 from ostinato.reward.worker import Fault
@@ -107,7 +107,7 @@ class Bench:
                 self._cache,
                 self.counters,
             )
-        timed_engine, renderer = self._get_engine(model_folder(source.spec.model))
+        timed_engine, renderer = self._get_engine(find_model_folder(source.spec.model))
         policy, engine = "", timed_engine.engine
         if source.adapter is not None:
             policy = source.revision

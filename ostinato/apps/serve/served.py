@@ -28,7 +28,7 @@ from ostinato.launch.engine import AnyEngine
 from ostinato.launch.models import load_recipe
 from ostinato.launch.policy import Policy, load_adapter, load_newest_adapters, load_policy, serve_policy
 from ostinato.model.base import Base
-from ostinato.model.generation import sampling_defaults
+from ostinato.model.generation import read_sampling_defaults
 from ostinato.model.lora import Adapters
 from ostinato.model.wire import NotFinite
 from ostinato.run import RunFolder
@@ -82,7 +82,7 @@ def open_service(serving: Serving) -> Iterator[Served]:
         renderer, vocab_size = policies.policy.renderer, policies.policy.decoder.config.vocab_size
         context = serving.limits.context or policies.engine.context_limit
         limits = replace(serving.limits, context=context, vocab_size=vocab_size)
-        guides, defaults = Guides(renderer, vocab_size), sampling_defaults(policies.policy.folder)
+        guides, defaults = Guides(renderer, vocab_size), read_sampling_defaults(policies.policy.folder)
         service = Service(thread, renderer, policies.models, limits, metrics, guides, defaults)
         yield Served(service=service, thread=thread, decoder=policies.policy.decoder, runs=policies.runs)
     finally:

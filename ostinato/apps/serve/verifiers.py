@@ -16,7 +16,7 @@ from typing import Any
 
 from ostinato.apps.serve.elsewhere import MODEL
 from ostinato.config.tasks import VERIFIERS
-from ostinato.env.rows import holdout_mask
+from ostinato.env.rows import compute_holdout_mask
 from ostinato.types import Prompt
 
 KEY = "OSTINATO_VERIFIERS_KEY"  # the library reads its key from this variable, which is not set
@@ -62,7 +62,7 @@ class VerifiersAgent:
         """Return the tasks of ``split`` as rows: the question, for display, and the index."""
         uids = [f"{self._spec}/{index}" for index in range(len(self.tasks))]
         prompts = [str(task.data.prompt) for task in self.tasks]
-        mask, texts = holdout_mask(prompts, holdout), [prompt[:SHOWN] for prompt in prompts]
+        mask, texts = compute_holdout_mask(prompts, holdout), [prompt[:SHOWN] for prompt in prompts]
         rows = [
             Prompt(uid=uid, messages=({"role": "user", "content": text},), columns={"index": index})
             for index, (uid, text) in enumerate(zip(uids, texts, strict=True))

@@ -14,7 +14,7 @@ from ostinato.apps.serve.thread import EngineThread
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters, init_adapters
 from ostinato.model.ops import Ops
-from ostinato.model.peft_io import base_fingerprint, load_peft
+from ostinato.model.peft_io import compute_base_fingerprint, load_peft
 from ostinato.model.shapes import AdapterSpec, ExpertScheme
 from ostinato.render import Renderer
 from ostinato.train.checkpoint import load_checkpoint
@@ -43,7 +43,7 @@ def spec_of(stored: Mapping[str, object]) -> AdapterSpec:
 
 def identity(base: Base, spec: AdapterSpec) -> dict[str, str]:
     """Return the identity that a checkpoint must have to be loaded."""
-    return {"base": base_fingerprint(base.decoder), "adapter": str(spec)}
+    return {"base": compute_base_fingerprint(base.decoder), "adapter": str(spec)}
 
 
 def with_tensors(base: Base, spec: AdapterSpec, tensors: Mapping[str, Tensor]) -> Adapters:

@@ -26,7 +26,7 @@ TILE = 4096  # elements of a program: several rows if they are narrow
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last dimension: x [..., K], weight [K]."""
+    """Compute x / rms(x) * weight over the last dimension: x [..., K], weight [K]."""
     if x.dtype == torch.float64:
         return twin.rms_norm(x, weight, eps)
     if torch.is_grad_enabled():
@@ -35,7 +35,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x + residual), x + residual), both [T, K]."""
+    """Compute (rms_norm(x + residual), x + residual), both [T, K]."""
     if x.dtype == torch.float64:
         return twin.add_rms_norm(x, residual, weight, eps)
     if torch.is_grad_enabled():
@@ -53,7 +53,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up of the two halves: [T, 2F] -> [T, F]."""
+    """Compute silu(gate) * up of the two halves: [T, 2F] -> [T, F]."""
     if gate_up.dtype == torch.float64:
         return twin.silu_mul(gate_up)
     if torch.is_grad_enabled():
@@ -126,7 +126,8 @@ class _SiluMul(torch.autograd.Function):
 def _compute_weight_gradient(
     is_needed: bool, grad: Tensor, x: Tensor, weight: Tensor, eps: float
 ) -> Tensor | None:
-    """The gradient of the norm's weight [K], for full-parameter training only: a sum over rows, by torch."""
+    """Compute the gradient of the norm's weight [K], for full-parameter training only; None if it is not
+    needed. It is a sum over rows, by torch."""
     if not is_needed:
         return None
     unit = x.float() * (x.float().square().mean(dim=-1, keepdim=True) + eps).rsqrt()
@@ -134,14 +135,14 @@ def _compute_weight_gradient(
 
 
 def _find_strides(x: Tensor) -> tuple[int, int, int]:
-    """(heads, stride of the leading dimension, stride of a head) of [T, K] or [T, H, K]: row r is at
+    """Return (heads, stride of the leading dimension, stride of a head) of x [T, K] or [T, H, K]. Row r is at
     (r // heads) * outer + (r % heads) * inner. Nothing is copied: the last dimension must be contiguous."""
     assert x.dim() in (2, 3) and x.stride(-1) == 1, "the last dimension of rows has to be contiguous"
     return (x.shape[1], x.stride(0), x.stride(1)) if x.dim() == 3 else (1, x.stride(0), 0)
 
 
 def _choose_tile(width: int) -> tuple[int, int, int]:
-    """(rows of a program, padded width, warps), from the width alone."""
+    """Return (rows of a program, padded width, warps), which depend on the width alone."""
     block = triton.next_power_of_2(width)
     rows = max(1, TILE // block)
     return rows, block, 4 if rows * block <= TILE else 8
@@ -188,7 +189,7 @@ def _normalise_kernel(
 def _normalise_backward(
     grad: Tensor, x: Tensor, weight: Tensor, eps: float, grad_total: Tensor | None
 ) -> Tensor:
-    """Compute the gradient of x, with that of x + residual added."""
+    """Compute the gradient of x; with ``grad_total``, the gradient of x + residual, that is added."""
     grad = grad.contiguous()
     direct = grad if grad_total is None else grad_total.contiguous()
     heads, outer, inner = _find_strides(x)
@@ -248,13 +249,13 @@ def _rotate_kernel(
     mask = (row[:, None] < count) & (column[None, :] < half)
     offset = ((row // heads) * outer + (row % heads) * inner)[:, None] + column[None, :]
     angle = (row // heads)[:, None] * turn_stride + column[None, :]
-    first = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(x + offset + half, mask=mask, other=0.0).to(tl.float32)
+    first_half = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)
+    second_half = tl.load(x + offset + half, mask=mask, other=0.0).to(tl.float32)
     c = tl.load(cos + angle, mask=mask, other=0.0).to(tl.float32)
     s = tl.load(sin + angle, mask=mask, other=0.0).to(tl.float32) * sign
     place = row[:, None] * (2 * half) + column[None, :]
-    tl.store(out + place, (first * c - second * s).to(out.dtype.element_ty), mask=mask)
-    tl.store(out + place + half, (second * c + first * s).to(out.dtype.element_ty), mask=mask)
+    tl.store(out + place, (first_half * c - second_half * s).to(out.dtype.element_ty), mask=mask)
+    tl.store(out + place + half, (second_half * c + first_half * s).to(out.dtype.element_ty), mask=mask)
 
 
 BLOCK_F = 1024

@@ -17,7 +17,7 @@ class Graph(Protocol):
     """Launches that can be repeated."""
 
     def capture(self, work: Callable[[], None]) -> None:
-        """Capture the launches of ``work``, which may or may not run them."""
+        """Capture the launches of ``work``, which may be run meanwhile."""
         ...
 
     def replay(self) -> None:
@@ -32,7 +32,8 @@ class CudaGraph:
         self._graph, self._pool = torch.cuda.CUDAGraph(), pool
 
     def capture(self, work: Callable[[], None]) -> None:
-        # a run before: compiling kernels and allocating workspaces of libraries is forbidden in a capture
+        # the first run: compiling kernels and allocating workspaces of libraries is forbidden in a capture
+        """Run ``work`` once, and then capture its launches."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -46,8 +47,8 @@ class CudaGraph:
         self._graph.replay()
 
 
-def cuda_graphs() -> Callable[[], Graph]:
-    """Return a maker of graphs that share a pool of memory: only one graph runs at a time, and none reads the
-    memory of another."""
+def make_graph_factory() -> Callable[[], Graph]:
+    """Return a function that makes graphs. All share a pool of memory, so only one may run at a time, and
+    none may read the memory of another."""
     pool = torch.cuda.graph_pool_handle()
     return lambda: CudaGraph(pool)

@@ -43,30 +43,32 @@ class Tiles:
 
     @classmethod
     def of(cls, sequence: np.ndarray, group: int, device: torch.device) -> Tiles:
-        """Cut tiles of rows [T] with their ``sequence``, whose rows are consecutive; ``group``: H / Hkv."""
+        """Cut tiles of rows [T], of which ``sequence`` are the sequences; rows of a sequence are consecutive.
+        ``group``: H / Hkv."""
         tiles = torch.from_numpy(cut_tiles(sequence, group)).to(device)
         return cls(tiles[0], tiles[1])
 
 
 def cut_tiles(sequence: np.ndarray, group: int) -> np.ndarray:
-    """Cut ``Tiles.first`` and ``count``, [2, N] int32 with N <= T, on the host."""
-    size = rows_of_tile(group)
+    """Compute the fields of ``Tiles``, (first, count) [2, N] int32 with N <= T, on the host. ``group``: H /
+    Hkv."""
+    tile_rows = count_tile_rows(group)
     starts = np.flatnonzero(np.r_[True, sequence[1:] != sequence[:-1]])
     lengths = np.diff(np.r_[starts, len(sequence)])
-    tiles = -(-lengths // size)
-    offsets = np.arange(tiles.sum()) - np.repeat(np.cumsum(tiles) - tiles, tiles)
-    first = np.repeat(starts, tiles) + offsets * size
-    count = np.minimum(size, np.repeat(starts + lengths, tiles) - first)
-    return np.stack((first, count)).astype(np.int32)
+    tile_counts = -(-lengths // tile_rows)
+    tile_idx = np.arange(tile_counts.sum()) - np.repeat(np.cumsum(tile_counts) - tile_counts, tile_counts)
+    first_rows = np.repeat(starts, tile_counts) + tile_idx * tile_rows
+    row_counts = np.minimum(tile_rows, np.repeat(starts + lengths, tile_counts) - first_rows)
+    return np.stack((first_rows, row_counts)).astype(np.int32)
 
 
-def rows_of_tile(group: int) -> int:
-    """The number of rows that fill a tile with ``group`` heads each."""
+def count_tile_rows(group: int) -> int:
+    """Return the number of rows that fill a tile, if each has ``group`` heads."""
     return max(1, TILE_M // triton.next_power_of_2(group))
 
 
 def write_cache(k: Tensor, v: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-    """Put k [T, Hkv, Dk] and v [T, Hkv, Dv] (strided) into the slots [T] of a layer's pages; rows with a slot
+    """Write k [T, Hkv, Dk] and v [T, Hkv, Dv] (strided) to the slots [T] of a layer's pages. Rows with a slot
     below 0 are not written."""
     assert k.stride(2) == 1 and v.stride(2) == 1, "keys and values with a contiguous last dimension"
     heads, width = k.shape[1], max(k.shape[2], v.shape[2])
@@ -91,7 +93,7 @@ def _write_kernel(
     tl.store(values + (slot * heads + head) * value_dim + column, value, mask=has_slot & (column < value_dim))
 
 
-def project(
+def store_projection(
     qkv: Tensor,
     norms: tuple[Tensor, Tensor] | None,
     eps: float,
@@ -102,8 +104,8 @@ def project(
     values: Tensor,
 ) -> Tensor:
     """Norm and rotate a projection qkv [T, H + 2 Hkv, D]: the heads of q and k by the weights [D] of
-    ``norms`` and by cos, sin [T, D]. Return the queries [T, H, D]; k and v go into the slots [T] as in
-    ``write_cache``."""
+    ``norms`` and by cos, sin [T, D]. Return the queries [T, H, D], and write k and v to the slots [T] as
+    ``write_cache`` does."""
     kv_heads, size = keys.shape[2:]
     heads = qkv.shape[1] - 2 * kv_heads
     assert qkv.stride(2) == 1 and qkv.stride(1) == size == values.shape[3], "heads lie beside each other"
@@ -129,24 +131,24 @@ def _project_kernel(
     of_key = in_half & (head >= heads) & (head < heads + kv_heads)
     of_value = in_half & (head >= heads + kv_heads) & (head < heads + 2 * kv_heads)
     source = qkv + row * row_stride + head * 2 * half + column
-    first = tl.load(source, mask=of_query | of_key | of_value, other=0.0)
-    second = tl.load(source + half, mask=of_query | of_key | of_value, other=0.0)
-    a, b = first.to(tl.float32), second.to(tl.float32)
+    first_half = tl.load(source, mask=of_query | of_key | of_value, other=0.0)
+    second_half = tl.load(source + half, mask=of_query | of_key | of_value, other=0.0)
+    a, b = first_half.to(tl.float32), second_half.to(tl.float32)
     if NORM:
         inverse = tl.rsqrt((tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / (2 * half) + eps)[:, None]
         # rounded before and after the scaling, as rms_norm does
-        a = (a * inverse).to(first.dtype).to(tl.float32)
-        b = (b * inverse).to(first.dtype).to(tl.float32)
+        a = (a * inverse).to(first_half.dtype).to(tl.float32)
+        b = (b * inverse).to(first_half.dtype).to(tl.float32)
         q_scale = tl.load(q_norm + column, mask=in_half, other=0.0).to(tl.float32)
         k_scale = tl.load(k_norm + column, mask=in_half, other=0.0).to(tl.float32)
-        a = (a * tl.where(head < heads, q_scale, k_scale)).to(first.dtype).to(tl.float32)
+        a = (a * tl.where(head < heads, q_scale, k_scale)).to(first_half.dtype).to(tl.float32)
         q_scale = tl.load(q_norm + half + column, mask=in_half, other=0.0).to(tl.float32)
         k_scale = tl.load(k_norm + half + column, mask=in_half, other=0.0).to(tl.float32)
-        b = (b * tl.where(head < heads, q_scale, k_scale)).to(first.dtype).to(tl.float32)
+        b = (b * tl.where(head < heads, q_scale, k_scale)).to(first_half.dtype).to(tl.float32)
     angle = row * turn_stride + column
     c = tl.load(cos + angle, mask=in_half, other=0.0).to(tl.float32)
     s = tl.load(sin + angle, mask=in_half, other=0.0).to(tl.float32)
-    rotated, rotated_second = (a * c - b * s).to(first.dtype), (b * c + a * s).to(first.dtype)
+    rotated, rotated_second = (a * c - b * s).to(first_half.dtype), (b * c + a * s).to(first_half.dtype)
     query = queries + (row * heads + head) * 2 * half + column
     tl.store(query, rotated, mask=of_query)
     tl.store(query + half, rotated_second, mask=of_query)
@@ -156,8 +158,8 @@ def _project_kernel(
     tl.store(key, rotated, mask=of_key)
     tl.store(key + half, rotated_second, mask=of_key)
     value = values + (slot * kv_heads + head - heads - kv_heads) * 2 * half + column
-    tl.store(value, first, mask=of_value)
-    tl.store(value + half, second, mask=of_value)
+    tl.store(value, first_half, mask=of_value)
+    tl.store(value + half, second_half, mask=of_value)
 
 
 def paged_attention(
@@ -173,9 +175,10 @@ def paged_attention(
     *,
     parallel: bool,
 ) -> Tensor:
-    """Attention [T, H, Dv] of row t of q [T, H, Dk] over the first ``lengths[t]`` positions of the blocks in
-    ``tables[sequence[t]]``. ``parallel``: a program for each split; else a program for all splits of a tile,
-    which writes the log-sum-exps to ``lse`` [T, H] fp32. The result is the same."""
+    """Compute attention [T, H, Dv] of row t of q [T, H, Dk] over the first ``lengths[t]`` positions of the
+    blocks in ``tables[sequence[t]]``. ``parallel``: use a program for each split. Otherwise one program
+    computes all splits of a tile, and also writes the log-sum-exps to ``lse`` [T, H] fp32. The result is the
+    same."""
     heads, kv_heads = q.shape[1], keys.shape[2]
     key_dim, value_dim = keys.shape[3], values.shape[3]
     assert q.stride(2) == 1 and heads % kv_heads == 0
@@ -188,7 +191,7 @@ def paged_attention(
         lses = q.new_empty(len(q), heads, dtype=torch.float32) if lse is None else lse
         parts = lses
     group = heads // kv_heads
-    rows, padded_group = rows_of_tile(group), triton.next_power_of_2(group)
+    rows, padded_group = count_tile_rows(group), triton.next_power_of_2(group)
     if len(q):
         _attention_kernel[(len(tiles.first), kv_heads, splits)](
             q, keys, values, tables, sequence, lengths, tiles.first, tiles.count, out, parts, lses, scale,
@@ -206,18 +209,18 @@ def paged_attention(
 
 @triton.jit
 def _attend_split(
-    q, keys, values, table, head, length, first, last, scale, kv_heads, key_dim, value_dim,
+    q, keys, values, table, head, length, first_position, last_position, scale, kv_heads, key_dim, value_dim,
     M: tl.constexpr, N: tl.constexpr, PAGE: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
-    """(out [M, VALUE], lse [M]) fp32 of positions ``first`` to ``last``, of which row m sees ``length[m]``.
-    For a row that sees none of them the log-sum-exp is -inf and out is 0."""
+    """Compute (out [M, VALUE], lse [M]) fp32 of positions ``first_position`` to ``last_position``, of which
+    row m sees those below ``length[m]``. For a row that sees none of them lse is -inf and out is 0."""
     peak = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
     out = tl.zeros([M, VALUE], tl.float32)
     key_column, value_column = tl.arange(0, KEY), tl.arange(0, VALUE)
-    for start in range(first, last, N):
+    for start in range(first_position, last_position, N):
         position = start + tl.arange(0, N)
-        in_range = position < last
+        in_range = position < last_position
         page = tl.load(table + position // PAGE, mask=in_range, other=0).to(tl.int64)
         slot = (page * PAGE + position % PAGE) * kv_heads + head
         k = tl.load(
@@ -246,7 +249,8 @@ def _attend_split(
 
 @triton.jit
 def _compute_weights(lse, part_lse):
-    """(log-sum-exp of both parts, weight of the first, weight of the second); the first must be finite."""
+    """Return (log-sum-exp of both parts, weight of the first, weight of the second). The first must be
+    finite."""
     higher = tl.maximum(lse, part_lse)
     union = higher + tl.log(tl.exp(lse - higher) + tl.exp(part_lse - higher))
     return union, tl.exp(lse - union), tl.exp(part_lse - union)
@@ -281,9 +285,9 @@ def _attention_kernel(
     mask = is_member[:, None] & (value_column[None, :] < value_dim)
     place = (row.to(tl.int64) * heads + query_head)[:, None] * value_dim + value_column[None, :]
     if PARALLEL:
-        first = split * SPLIT
+        start = split * SPLIT
         result, lse = _attend_split(
-            q, keys, values, table, head, length, first, tl.minimum(first + SPLIT, longest), scale,
+            q, keys, values, table, head, length, start, tl.minimum(start + SPLIT, longest), scale,
             kv_heads, key_dim, value_dim, M, N, PAGE, KEY, VALUE,
         )  # fmt: skip
         offset = split.to(tl.int64) * num_rows * heads
@@ -292,16 +296,16 @@ def _attention_kernel(
     else:
         result = tl.zeros([M, VALUE], tl.float32)
         lse = tl.zeros([M], tl.float32)
-        for first in range(0, longest, SPLIT):
+        for start in range(0, longest, SPLIT):
             part, part_lse = _attend_split(
-                q, keys, values, table, head, length, first, tl.minimum(first + SPLIT, longest), scale,
+                q, keys, values, table, head, length, start, tl.minimum(start + SPLIT, longest), scale,
                 kv_heads, key_dim, value_dim, M, N, PAGE, KEY, VALUE,
             )  # fmt: skip
             union, weight, part_weight = _compute_weights(lse, part_lse)
             # exactly: the first split is taken as it is, and a split that a row does not see changes nothing
-            weight = tl.where(first == 0, 0.0, tl.where(first < length, weight, 1.0))
-            part_weight = tl.where(first == 0, 1.0, tl.where(first < length, part_weight, 0.0))
-            lse = tl.where(first == 0, part_lse, tl.where(first < length, union, lse))
+            weight = tl.where(start == 0, 0.0, tl.where(start < length, weight, 1.0))
+            part_weight = tl.where(start == 0, 1.0, tl.where(start < length, part_weight, 0.0))
+            lse = tl.where(start == 0, part_lse, tl.where(start < length, union, lse))
             result = result * weight[:, None] + part * part_weight[:, None]
         tl.store(out + place, result.to(out.dtype.element_ty), mask=mask)
         tl.store(lses + row.to(tl.int64) * heads + query_head, lse, mask=is_member)

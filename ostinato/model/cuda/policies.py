@@ -28,9 +28,9 @@ COLUMNS = 64  # outputs of a program
 def add_lora(
     y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float, *, owners: Tensor, tiles: Tiles
 ) -> Tensor:
-    """y += scale * x a[p]^T b[p]^T of y [T, N], x [T, K], a [P, R, K], b [P, N, R], where p is the row's
-    place in ``owners`` [T] int32; ``tiles`` (``cut_tiles`` of these with a group of 1) may have tiles without
-    rows."""
+    """Add scale * x a[p]^T b[p]^T to y [T, N] in place, and return y. x [T, K], a [P, R, K], b [P, N, R],
+    where p is the row's place in ``owners`` [T] int32. ``tiles``: those of ``cut_tiles`` for these rows, with
+    a group of 1; some may be empty."""
     assert x.stride(1) == y.stride(1) == 1 and a.is_contiguous() and b.is_contiguous()
     rows, inputs = x.shape
     _, columns, rank = b.shape
@@ -58,23 +58,23 @@ def _down_kernel(
     count = tl.load(tile_count + tile)
     if count == 0:
         return
-    first, member = tl.load(tile_first + tile), tl.arange(0, M)
-    row, row_mask = (first + member).to(tl.int64), member < count
+    first_row, member = tl.load(tile_first + tile), tl.arange(0, M)
+    row, row_mask = (first_row + member).to(tl.int64), member < count
     column = tl.program_id(1) * R + tl.arange(0, R)
-    factor = a + tl.load(owners + first).to(tl.int64) * rank * inputs
+    factor = a + tl.load(owners + first_row).to(tl.int64) * rank * inputs
     result = tl.zeros([M, R], tl.float32)
     for start in range(split * SPAN, tl.minimum(split * SPAN + SPAN, inputs), D):
         depth = start + tl.arange(0, D)
         depth_mask = depth < inputs
-        left = tl.load(
+        x_part = tl.load(
             x + row[:, None] * x_row + depth[None, :], mask=row_mask[:, None] & depth_mask[None, :], other=0.0
         )
-        right = tl.load(
+        a_part = tl.load(
             factor + column[None, :] * inputs + depth[:, None],
             mask=(column < rank)[None, :] & depth_mask[:, None],
             other=0.0,
         )
-        result = tl.dot(left, right.to(left.dtype), result, input_precision="ieee")
+        result = tl.dot(x_part, a_part.to(x_part.dtype), result, input_precision="ieee")
     target = parts + (split.to(tl.int64) * rows + row)[:, None] * rank + column[None, :]
     tl.store(target, result, mask=row_mask[:, None] & (column < rank)[None, :])
 
@@ -89,11 +89,11 @@ def _up_kernel(
     count = tl.load(tile_count + tile)
     if count == 0:
         return
-    first, member = tl.load(tile_first + tile), tl.arange(0, M)
-    row, row_mask = (first + member).to(tl.int64), member < count
+    first_row, member = tl.load(tile_first + tile), tl.arange(0, M)
+    row, row_mask = (first_row + member).to(tl.int64), member < count
     column = tl.program_id(1) * N + tl.arange(0, N)
     column_mask = column < columns
-    factor = b + tl.load(owners + first).to(tl.int64) * columns * rank
+    factor = b + tl.load(owners + first_row).to(tl.int64) * columns * rank
     result = tl.zeros([M, N], tl.float32)
     for start in range(0, rank, R):
         depth = start + tl.arange(0, R)
@@ -103,12 +103,12 @@ def _up_kernel(
         for _split in range(splits):
             low += tl.load(source, mask=row_mask[:, None] & depth_mask[None, :], other=0.0)
             source += rows * rank
-        right = tl.load(
+        b_part = tl.load(
             factor + column[None, :] * rank + depth[:, None],
             mask=column_mask[None, :] & depth_mask[:, None],
             other=0.0,
         )
-        result = tl.dot(low.to(right.dtype), right, result, input_precision="ieee")
+        result = tl.dot(low.to(b_part.dtype), b_part, result, input_precision="ieee")
     target = y + row[:, None] * y_row + column[None, :]
     mask = row_mask[:, None] & column_mask[None, :]
     result = tl.load(target, mask=mask, other=0.0).to(tl.float32) + scale * result

@@ -31,27 +31,28 @@ def linear(
     *,
     scale: float = 1.0,
 ) -> Tensor:
-    """(x weight^T + bias) * scale of x [T, K], weight [N, K]: rounded to ``out_dtype`` (None: x's), then
-    scaled and rounded again."""
+    """Compute (x weight^T + bias) * scale of x [T, K], weight [N, K]. The sum is rounded to ``out_dtype``
+    (None: x's), and the scaled sum once more."""
     out = x.new_empty(len(x), len(weight), dtype=out_dtype or x.dtype)
     _multiply(x, weight, bias, out, scale=scale, adds=False)
     return out
 
 
 def add_nt(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """y += x weight^T of y [T, N]; the sum is rounded once."""
+    """Add x weight^T to y [T, N] in place, and return y. The sum is rounded once."""
     _multiply(x, weight, None, y, scale=1.0, adds=True)
     return y
 
 
 def add_lora(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """y += scale * x a^T b^T in two launches."""
+    """Add scale * x a^T b^T to y in place, in two launches, and return y."""
     return add_nt(y, linear(x, a, scale=scale), b)
 
 
 def _multiply(
     x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, scale: float, adds: bool
 ) -> None:
+    """Write (x weight^T + bias) * scale to ``out``; with ``adds``, add it to ``out``."""
     assert x.stride(1) == weight.stride(1) == out.stride(1) == 1, "rows with a contiguous last dimension"
     (rows, inputs), columns = x.shape, len(weight)
     depth = DEPTHS[x.element_size()]
@@ -70,24 +71,24 @@ def _product_kernel(
     BIAS: tl.constexpr, ADD: tl.constexpr, EVEN: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    first, first_column = tl.program_id(0).to(tl.int64) * M, tl.program_id(1).to(tl.int64) * N
+    first_row, first_column = tl.program_id(0).to(tl.int64) * M, tl.program_id(1).to(tl.int64) * N
     row, column, depth = tl.arange(0, M), tl.arange(0, N), tl.arange(0, D)
-    row_mask, column_mask = first + row < rows, first_column + column < columns
-    left_at = x + first * x_row + row[:, None] * x_row + depth[None, :]
+    row_mask, column_mask = first_row + row < rows, first_column + column < columns
+    left_at = x + first_row * x_row + row[:, None] * x_row + depth[None, :]
     right_at = weight + first_column * w_row + column[None, :] * w_row + depth[:, None]
     result = tl.zeros([M, N], tl.float32)
     for start in range(0, inputs, D):
         if EVEN:
-            left = tl.load(left_at + start, mask=row_mask[:, None], other=0.0)
-            right = tl.load(right_at + start, mask=column_mask[None, :], other=0.0)
+            x_part = tl.load(left_at + start, mask=row_mask[:, None], other=0.0)
+            w_part = tl.load(right_at + start, mask=column_mask[None, :], other=0.0)
         else:
             depth_mask = start + depth < inputs
-            left = tl.load(left_at + start, mask=row_mask[:, None] & depth_mask[None, :], other=0.0)
-            right = tl.load(right_at + start, mask=column_mask[None, :] & depth_mask[:, None], other=0.0)
-        result = tl.dot(left, right.to(left.dtype), result, input_precision="ieee")
+            x_part = tl.load(left_at + start, mask=row_mask[:, None] & depth_mask[None, :], other=0.0)
+            w_part = tl.load(right_at + start, mask=column_mask[None, :] & depth_mask[:, None], other=0.0)
+        result = tl.dot(x_part, w_part.to(x_part.dtype), result, input_precision="ieee")
     if BIAS:
         result += tl.load(bias + first_column + column, mask=column_mask, other=0.0).to(tl.float32)[None, :]
-    target = out + first * out_row + first_column + row[:, None] * out_row + column[None, :]
+    target = out + first_row * out_row + first_column + row[:, None] * out_row + column[None, :]
     mask = row_mask[:, None] & column_mask[None, :]
     if ADD:
         result += tl.load(target, mask=mask, other=0.0).to(tl.float32)

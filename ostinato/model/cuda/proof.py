@@ -1,4 +1,4 @@
-"""Prove, before a training run on a GPU, that each kernel gives the numbers and gradients of its twin."""
+"""Check, before a training run on a GPU, that each kernel gives the numbers and gradients of its twin."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ SEGMENTS = tuple(
 Call = Callable[[Ops], tuple[Tensor, ...]]
 
 
-def find_fault(ours: Callable[[], Tensor], twin: Callable[[], Tensor], dtype: torch.dtype) -> str:
-    """Return how the result of ``ours`` differs from that of ``twin``; "" if they agree up to a few
-    roundings."""
+def find_fault(kernel: Callable[[], Tensor], twin: Callable[[], Tensor], dtype: torch.dtype) -> str:
+    """Return how the result of ``kernel`` differs from that of ``twin``, or the exception that ``kernel``
+    raises; "" if they agree up to a few roundings. Raises what ``twin`` raises, and OutOfMemoryError."""
     expected = twin().float()
     try:
-        actual = ours().float()
+        actual = kernel().float()
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # of a compiler, a driver or a launch: torch works without any of them
@@ -37,31 +37,34 @@ def find_fault(ours: Callable[[], Tensor], twin: Callable[[], Tensor], dtype: to
 
 
 def prove_ops(decoder: Decoder, ops: Ops) -> tuple[Ops, list[str]]:
-    """Replace each function of ``ops`` that fails on the decoder's device by torch's; return the result and a
-    sentence for each replacement."""
+    """Replace each function of ``ops`` that is wrong or fails on the decoder's device by torch's. Return the
+    result, and a sentence for each replacement."""
     faults = []
     for name, call in _list_cases(decoder):
         twin = call(TORCH_OPS)
-        largest = [float(x.abs().max()) or 1.0 for x in twin]
-        kernel = partial(_run_scaled, ops, call, largest)
-        fault = find_fault(kernel, partial(_scale_results, twin, largest), decoder.dtype)
+        max_values = [float(x.abs().max()) or 1.0 for x in twin]
+        kernel = partial(_run_scaled, ops, call, max_values)
+        fault = find_fault(kernel, partial(_scale_results, twin, max_values), decoder.dtype)
         if fault:
             faults.append(f"{name} in Triton {fault}; the trainer takes torch's")
             ops = replace(ops, **{name: getattr(TORCH_OPS, name)})
     return ops, faults
 
 
-def _run_scaled(ops: Ops, call: Call, largest: Sequence[float]) -> Tensor:
-    return _scale_results(call(ops), largest)
+def _run_scaled(ops: Ops, call: Call, max_values: Sequence[float]) -> Tensor:
+    return _scale_results(call(ops), max_values)
 
 
-def _scale_results(results: Sequence[Tensor], largest: Sequence[float]) -> Tensor:
-    """Concatenate all results, each divided by the largest value of its twin."""
-    return torch.cat([(x.float() / size).flatten() for x, size in zip(results, largest, strict=True)])
+def _scale_results(results: Sequence[Tensor], max_values: Sequence[float]) -> Tensor:
+    """Divide each result by the largest value of its twin, and concatenate all."""
+    return torch.cat(
+        [(x.float() / max_value).flatten() for x, max_value in zip(results, max_values, strict=True)]
+    )
 
 
 def _list_cases(decoder: Decoder) -> Iterator[tuple[str, Call]]:
-    """(field of ``Ops``, call) for each case; a call returns the output and the gradients of all inputs."""
+    """Yield (field of ``Ops``, call) for each case. A call returns the output and the gradients of all
+    inputs."""
     config, eps = decoder.local, decoder.config.rms_norm_eps
     groups, key_dim, value_dim = decoder.kv_shape
     weight = decoder.blocks[0].attn_norm.detach()
@@ -75,7 +78,7 @@ def _list_cases(decoder: Decoder) -> Iterator[tuple[str, Call]]:
         draw_values(decoder, ROWS, groups, value_dim, seed=4),
     )
     rotary_q = draw_values(decoder, ROWS, config.num_heads, 2 * len(decoder.inv_freq), seed=2)
-    rotations = decoder.rotations(torch.arange(ROWS, device=decoder.device))
+    rotations = decoder.compute_rotations(torch.arange(ROWS, device=decoder.device))
     gate_up = draw_values(decoder, ROWS, 2 * config.intermediate_size, seed=5)
     yield "rms_norm", lambda ops: _compute_slopes(lambda hidden: ops.rms_norm(hidden, weight, eps), x)
     yield (
@@ -98,6 +101,7 @@ def _list_cases(decoder: Decoder) -> Iterator[tuple[str, Call]]:
 
 
 def _compute_slopes(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
+    """Return the output of a function and the gradients of its inputs, for a fixed gradient of the output."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     with torch.enable_grad():
         out = function(*leaves)
@@ -106,7 +110,8 @@ def _compute_slopes(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[T
 
 
 def _score(ops: Ops, logits: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
-    """Log-probability and entropy [n, 2], and the slopes in the logits."""
+    """Compute log-probability and entropy [n, 2], and their slopes in the logits, which a kernel of ``ops``
+    writes over the logits."""
     if ops.head is not None:
         return ops.head(logits, targets), logits
     log_p = logits.log_softmax(-1)
@@ -116,6 +121,6 @@ def _score(ops: Ops, logits: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
 
 
 def draw_values(decoder: Decoder, *shape: int, seed: int = 0) -> Tensor:
-    """Draw normal values, on the device and in the dtype of the decoder."""
+    """Draw normal values from ``seed``, on the device and in the dtype of the decoder."""
     values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     return values.to(decoder.device, decoder.dtype)

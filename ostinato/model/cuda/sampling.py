@@ -23,10 +23,10 @@ from torch import Tensor
 CHUNK = 2048
 
 
-def cut_off(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """[B] float32: the smallest scaled logit that the filters keep, -inf where all are kept. Logits are
-    scaled by 1 / temperature. ``top_k`` [B] int32, 0 or V: none; ``top_p``, ``min_p`` [B] float32, 1 and 0:
-    none. Rows of temperature 0 keep all: their token is the one with the largest logit."""
+def compute_cuts(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Compute [B] float32: the smallest logit, scaled by 1 / temperature, that the filters keep, or -inf if
+    they keep all. ``top_k`` [B] int32, 0 or V: off. ``top_p``, ``min_p`` [B] float32, 1 and 0: off. A row of
+    temperature 0 keeps all, since its token is the one with the largest logit."""
     cuts = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     if len(logits):
         _cut_kernel[(len(logits),)](
@@ -35,13 +35,14 @@ def cut_off(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, m
     return cuts
 
 
-def draw(
+def draw_tokens(
     logits: Tensor, temperature: Tensor, cuts: Tensor, u: Tensor, targets: Tensor | None = None
 ) -> Tensor:
-    """Draw tokens from logits [B, V] float32 or bfloat16 at ``u`` [B] float64 in (0, 1), over scaled logits
-    of at least ``cuts`` [B]; or score the ``targets`` [B] int64 instead. Returns [3, B] float64, so that it
-    can be read back in a single copy: tokens, and log-probabilities and edges of float32 as in
-    ``engine.sampler.Drawn``. Nothing is read back here."""
+    """Draw tokens from logits [B, V] float32 or bfloat16 at ``u`` [B] float64 in (0, 1), among scaled logits
+    of at least ``cuts`` [B]. With ``targets`` [B] int64, score these instead. Returns [3, B] float64, so that
+    it can be read in a single copy: tokens, and log-probabilities and edges of float32 as in
+    ``engine.sampler.Drawn``. The token of a row with NaN, +inf or nothing but -inf is -1, and its other
+    values are NaN. Nothing is read back here."""
     count, size = logits.shape
     device = logits.device
     out = torch.empty(3, count, dtype=torch.float64, device=device)
@@ -55,14 +56,14 @@ def draw(
     return out
 
 
-def score(logits: Tensor, temperature: float, targets: Tensor) -> Tensor:
-    """[n] float32: the sampler's log-probabilities of ``targets`` [n], by its own kernel, from logits [n, V]
-    float32 that are -inf for tokens that its filters exclude (``Ops.score``)."""
-    heat, cuts, u = (
+def score_targets(logits: Tensor, temperature: float, targets: Tensor) -> Tensor:
+    """Compute [n] float32: the sampler's log-probabilities of ``targets`` [n], by its own kernel, from logits
+    [n, V] float32 that are -inf for tokens that its filters exclude (``Ops.score``)."""
+    temperatures, cuts, u = (
         torch.full((len(logits),), value, dtype=dtype, device=logits.device)
         for value, dtype in ((temperature, torch.float32), (-torch.inf, torch.float32), (0.5, torch.float64))
     )
-    return draw(logits, heat, cuts, u, targets)[1].float()
+    return draw_tokens(logits, temperatures, cuts, u, targets)[1].float()
 
 
 @triton.jit
@@ -74,7 +75,7 @@ def _load_scaled(row, column, size, inverse):
 
 @triton.jit
 def _find_peak(row, size, CHUNK: tl.constexpr):
-    """(largest logit, its first place, number of NaNs) of a row."""
+    """Return (largest logit, its first place, number of NaNs) of a row."""
     peak = tl.full([], float("-inf"), tl.float32)
     best = tl.full([], 0, tl.int32)
     nans = tl.full([], 0, tl.int32)
@@ -91,7 +92,7 @@ def _find_peak(row, size, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _as_ordered_int(value):
+def _map_to_ordered_int(value):
     """Map float32 to int32 of the same order."""
     bits = value.to(tl.int32, bitcast=True)
     return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
@@ -110,36 +111,36 @@ def _cut_kernel(logits, temperature, top_k, top_p, min_p, cuts, stride, size, CH
         inverse = 1.0 / tl.where(is_greedy, 1.0, heat)
         peak = _find_peak(row, size, CHUNK)[0] * inverse
         if by_rank:
-            low, high = tl.full([], -2147483648, tl.int64), _as_ordered_int(peak).to(tl.int64)
+            low, high = tl.full([], -2147483648, tl.int64), _map_to_ordered_int(peak).to(tl.int64)
             while low < high:
                 middle = low + (high - low + 1) // 2
                 survivors = tl.full([], 0, tl.int32)
                 for start in range(0, size, CHUNK):
                     column = start + tl.arange(0, CHUNK)
                     z = _load_scaled(row, column, size, inverse)
-                    survivors += tl.sum(((_as_ordered_int(z) >= middle) & (column < size)).to(tl.int32))
+                    survivors += tl.sum(((_map_to_ordered_int(z) >= middle) & (column < size)).to(tl.int32))
                 is_enough = survivors >= k
                 low = tl.where(is_enough, middle, low)
                 high = tl.where(is_enough, high, middle - 1)
-            bits = low.to(tl.int32)
+            bits = low.to(tl.int32)  # back from the ordered integer
             cut = tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).to(tl.float32, bitcast=True)
         if by_mass:
             total = tl.full([], 0.0, tl.float64)
             for start in range(0, size, CHUNK):
                 z = _load_scaled(row, start + tl.arange(0, CHUNK), size, inverse)
                 total += tl.sum(tl.where(z >= cut, tl.exp(z - peak), 0.0).to(tl.float64))
-            low, high = tl.full([], -2147483648, tl.int64), _as_ordered_int(peak).to(tl.int64)
+            low, high = tl.full([], -2147483648, tl.int64), _map_to_ordered_int(peak).to(tl.int64)
             while low < high:
                 middle = low + (high - low + 1) // 2
                 mass = tl.full([], 0.0, tl.float64)
                 for start in range(0, size, CHUNK):
                     z = _load_scaled(row, start + tl.arange(0, CHUNK), size, inverse)
-                    survivors = (z >= cut) & (_as_ordered_int(z) >= middle)
+                    survivors = (z >= cut) & (_map_to_ordered_int(z) >= middle)
                     mass += tl.sum(tl.where(survivors, tl.exp(z - peak), 0.0).to(tl.float64))
                 is_enough = mass >= p.to(tl.float64) * total
                 low = tl.where(is_enough, middle, low)
                 high = tl.where(is_enough, high, middle - 1)
-            bits = low.to(tl.int32)
+            bits = low.to(tl.int32)  # back from the ordered integer
             edge = tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).to(tl.float32, bitcast=True)
             cut = tl.maximum(cut, edge)
         if by_peak:
@@ -169,14 +170,14 @@ def _draw_kernel(
         total += mass
     # the chunk in which the running mass exceeds the target; where rounding leaves none, the last with mass
     target = tl.load(u + index) * total
-    running, before = tl.full([], 0.0, tl.float64), tl.full([], 0.0, tl.float64)
+    running, earlier_mass = tl.full([], 0.0, tl.float64), tl.full([], 0.0, tl.float64)
     chunk, is_done = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
     tl.debug_barrier()
     for start in range(0, size, CHUNK):
         mass = tl.load(sums + start // CHUNK)
         has_mass = (is_done == 0) & (mass > 0)
         chunk = tl.where(has_mass, start, chunk)
-        before = tl.where(has_mass, running, before)
+        earlier_mass = tl.where(has_mass, running, earlier_mass)
         running += mass
         is_done = tl.where(has_mass & (running > target), 1, is_done)
     target_id = tl.load(targets + index, mask=is_given != 0, other=-1).to(tl.int32)
@@ -184,7 +185,7 @@ def _draw_kernel(
     column = chunk + tl.arange(0, CHUNK)
     z = _load_scaled(row, column, size, inverse)
     mass = tl.where(z >= cut, tl.exp(z - peak), 0.0).to(tl.float64)
-    cumulative = before + tl.cumsum(mass, axis=0)
+    cumulative = earlier_mass + tl.cumsum(mass, axis=0)
     token = chunk + tl.sum((cumulative <= target).to(tl.int32))
     token = tl.minimum(token, tl.max(tl.where(mass > 0, column, chunk)))
     token = tl.where(target_id >= 0, target_id, token)

@@ -15,9 +15,9 @@ from torch import Tensor
 CHUNK = 4096
 
 
-def score_(logits: Tensor, targets: Tensor) -> Tensor:
-    """[n, 2] float32: log p[target] and the entropy in nats of softmax(logits), for logits [n, V] float32 and
-    targets [n]. Writes d log p[target] / d logits = onehot - p to ``logits``.
+def score_in_place(logits: Tensor, targets: Tensor) -> Tensor:
+    """Compute [n, 2] float32: log p[target] and the entropy in nats of softmax(logits), for logits [n, V]
+    float32 and targets [n]. Overwrites ``logits`` by d log p[target] / d logits = onehot - p.
 
     At the target the slope is computed as the mass of all other tokens over the total, not as 1 - p: for a
     near-certain token it is the whole gradient, and cancellation would lose it.
@@ -37,7 +37,11 @@ def _score_kernel(logits, targets, scores, stride, size, CHUNK: tl.constexpr):
     row, target = logits + index * stride, tl.load(targets + index)
     target_logit = tl.load(row + target)
     peak = tl.full([], float("-inf"), tl.float32)
-    total, others, weighted = 0.0, 0.0, 0.0  # sums of e^(z - peak), without the target's, and times z - peak
+    total, other_mass, weighted_sum = (
+        0.0,
+        0.0,
+        0.0,
+    )  # sums of e^(z - peak), without the target's, and times z - peak
     for start in range(0, size, CHUNK):
         column = start + tl.arange(0, CHUNK)
         z = tl.load(row + column, mask=column < size, other=float("-inf"))
@@ -47,14 +51,14 @@ def _score_kernel(logits, targets, scores, stride, size, CHUNK: tl.constexpr):
         peak_change = tl.where(peak == float("-inf"), 0.0, peak - shift)
         shrink = tl.exp(peak_change)
         depth = tl.where(mass > 0, z - shift, 0.0)
-        weighted = (weighted + total * peak_change) * shrink + tl.sum(mass * depth)
+        weighted_sum = (weighted_sum + total * peak_change) * shrink + tl.sum(mass * depth)
         total = total * shrink + tl.sum(mass)
-        others = others * shrink + tl.sum(tl.where(column == target, 0.0, mass))
+        other_mass = other_mass * shrink + tl.sum(tl.where(column == target, 0.0, mass))
         peak = higher
     tl.store(scores + 2 * index, target_logit - peak - tl.log(total))
-    tl.store(scores + 2 * index + 1, tl.log(total) - weighted / total)
+    tl.store(scores + 2 * index + 1, tl.log(total) - weighted_sum / total)
     for start in range(0, size, CHUNK):
         column = start + tl.arange(0, CHUNK)
         z = tl.load(row + column, mask=column < size, other=float("-inf"))
-        slope = tl.where(column == target, others / total, -tl.exp(z - peak) / total)
+        slope = tl.where(column == target, other_mass / total, -tl.exp(z - peak) / total)
         tl.store(row + column, slope, mask=column < size)

@@ -1,8 +1,8 @@
 """Native CPU kernels as a set of ``Ops``, with the paged attention and the sampler of the engine.
 
-``load()`` returns ``Kernels`` or raises ``BuildError``; nothing is stored globally. The kernels take CPU
-tensors of one type, float32 or bfloat16, whose last dimension is contiguous; gradients do not flow through
-them. The twins are ``model.ops.TORCH_OPS``, ``engine.paged.TorchPaged`` and ``engine.sampler.sample_torch``.
+``load_kernels()`` returns ``Kernels`` or raises ``BuildError``; nothing is stored globally. The kernels take
+CPU tensors of one type, float32 or bfloat16, whose last dimension is contiguous. They have no gradients. The
+twins are ``model.ops.TORCH_OPS``, ``engine.paged.TorchPaged`` and ``engine.sampler.sample_torch``.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import torch
 from torch import Tensor
 
 from ostinato.model.decoder import Decoder
-from ostinato.model.exact import exact_ops
+from ostinato.model.exact import make_exact_ops
 from ostinato.model.gemm import Gemm
 from ostinato.model.lora import Prepared
 from ostinato.model.moe import experts as torch_experts
 from ostinato.model.native.blocks import BlockAttention
 from ostinato.model.native.build import BuildError, load_library
-from ostinato.model.native.experts import native_experts, native_route
+from ostinato.model.native.experts import make_experts, make_route
 from ostinato.model.native.fused import FusedStep, is_supported
-from ostinato.model.native.matrix import matrix
+from ostinato.model.native.matrix import make_matrix
 from ostinato.model.ops import TORCH_OPS, Ops
 from ostinato.model.ops import linear as torch_linear
 from ostinato.model.packed import PackedAttention
@@ -49,7 +49,7 @@ _SIGNATURES = {
     "write_cache": "plplpppllll",
     "paged_attention": "plppplpppp" + "llllll" + "d",
 }
-_PLAIN = {
+_UNTYPED = {
     "sample": "plppppppppp" + "l",
     "score": "plfppl",
     "support_counts": "plpppl",
@@ -58,13 +58,13 @@ _PLAIN = {
     "exp_f32": "ppl",
     "multiplies_bf16": "",
 }
-_MIXED = {
+_MIXED_TYPES = {
     "nt_bf16_f32": "plpplplll",
     "nt_f32_bf16": "plpplplll",
     "nn_bf16": "plpplll" + "l",
     "nn_f32_bf16": "plpplll" + "l",
 }
-_SIZED = {"experts": "pppppllp", "step": "pppl"}  # return the workspace that they need
+_WITH_WORKSPACE = {"experts": "pppppllp", "step": "pppl"}  # return the workspace that they need
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +84,10 @@ class Kernels:
     fast_codes: bool
 
 
-def load() -> Kernels:
-    """Build the kernels (once per machine and version) and load them. Raises BuildError."""
-    functions = _bind(load_library())
+def load_kernels() -> Kernels:
+    """Load the kernels, after building them if this machine has not built this version yet. Raises
+    BuildError."""
+    functions = _bind_kernels(load_library())
     linear = _make_linear(functions)
     gemm = Gemm(nt=_make_training_nt(linear), nn=_make_nn(functions))
     ops = Ops(
@@ -96,8 +97,8 @@ def load() -> Kernels:
         rope=_make_rope(functions),
         silu_mul=_make_silu_mul(functions),
         add_lora=_make_add_lora(functions, linear),
-        route=native_route(functions),
-        experts=native_experts(functions),
+        route=make_route(functions),
+        experts=make_experts(functions),
         gemm=gemm,
         score=_make_score(functions),
     )
@@ -110,7 +111,7 @@ def load() -> Kernels:
     return Kernels(
         ops=ops,
         training=training,
-        exact=exact_ops(ops, training, _make_add_nt(functions), attention),
+        exact=make_exact_ops(ops, training, _make_add_nt(functions), attention),
         write_cache=write_cache,
         paged_attention=paged_attention,
         sample=_make_sample(functions),
@@ -129,36 +130,36 @@ def _make_fused(
     return make_step
 
 
-def _bind(library: ctypes.CDLL) -> dict[str, Callable[..., Any]]:
+def _bind_kernels(library: ctypes.CDLL) -> dict[str, Callable[..., Any]]:
     """Set the types of every kernel; return the kernels by name."""
     types = {"p": _POINTER, "l": _LONG, "d": _DOUBLE, "f": ctypes.c_float}
-    by_dtype = {**_SIGNATURES, **_SIZED}
-    names = {
-        f"{name}_{suffix}": signature for name, signature in by_dtype.items() for suffix in _SUFFIX.values()
+    typed = {**_SIGNATURES, **_WITH_WORKSPACE}
+    typed_signatures = {
+        f"{name}_{suffix}": signature for name, signature in typed.items() for suffix in _SUFFIX.values()
     }
     functions: dict[str, Callable[..., Any]] = {}
-    for name, signature in {**names, **_PLAIN, **_MIXED}.items():
+    for name, signature in {**typed_signatures, **_UNTYPED, **_MIXED_TYPES}.items():
         function = getattr(library, name)
         function.argtypes = [types[letter] for letter in signature]
-        function.restype = _LONG if name.rpartition("_")[0] in _SIZED or not signature else None
+        function.restype = _LONG if name.rpartition("_")[0] in _WITH_WORKSPACE or not signature else None
         functions[name] = function
     return functions
 
 
 def _make_contiguous(x: Tensor) -> Tensor:
-    """Copy x if its last dimension is not contiguous, as the kernels need."""
+    """Return x, copied if its last dimension is not contiguous, as the kernels need."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _make_linear(functions: dict[str, Callable[..., None]]) -> Callable[..., Tensor]:
-    wide, narrow = torch.float32, torch.bfloat16
-    nt = {  # by the types of x, weight and y
-        (wide, wide, wide): functions["nt_f32"],
-        (narrow, narrow, narrow): functions["nt_bf16"],
-        (narrow, narrow, wide): functions["nt_bf16_f32"],
-        (wide, narrow, wide): functions["nt_f32_bf16"],
+    fp32, bf16 = torch.float32, torch.bfloat16
+    kernels = {  # by the types of x, weight and y
+        (fp32, fp32, fp32): functions["nt_f32"],
+        (bf16, bf16, bf16): functions["nt_bf16"],
+        (bf16, bf16, fp32): functions["nt_bf16_f32"],
+        (fp32, bf16, fp32): functions["nt_f32_bf16"],
     }
-    multiply_codes = _make_linear_of_codes(functions)
+    multiply_codes = _make_code_linear(functions)
 
     def linear(
         x: Tensor,
@@ -174,7 +175,7 @@ def _make_linear(functions: dict[str, Callable[..., None]]) -> Callable[..., Ten
         x, weight = _make_contiguous(x), weight if weight.is_contiguous() else weight.contiguous()
         rows, (columns, depth) = x.shape[0], weight.shape
         dtype = x.dtype if out_dtype is None else out_dtype
-        function = nt.get((x.dtype, weight.dtype, dtype))
+        function = kernels.get((x.dtype, weight.dtype, dtype))
         if function is None:
             raise TypeError(f"no native product of {x.dtype} with weights of {weight.dtype} to {dtype}")
         if bias is not None:
@@ -198,14 +199,14 @@ def _make_linear(functions: dict[str, Callable[..., None]]) -> Callable[..., Ten
     return linear
 
 
-def _make_linear_of_codes(functions: dict[str, Callable[..., None]]) -> Callable[..., Tensor]:
+def _make_code_linear(functions: dict[str, Callable[..., None]]) -> Callable[..., Tensor]:
     kernels = {dtype: functions[f"nt_codes_{suffix}"] for dtype, suffix in _SUFFIX.items()}
 
     def linear(x: Tensor, weight: Quantised, bias: Tensor | None) -> Tensor:
-        """x [T, K] times w [N, K]^T plus bias [N] -> [T, N], all of x's type."""
+        """Compute x [T, K] times w [N, K]^T plus bias [N] -> [T, N], all of x's type."""
         if bias is not None and bias.dtype != x.dtype:
             raise TypeError(f"native linear has inputs of {x.dtype} and a bias of {bias.dtype}")
-        struct = matrix(weight, x.dtype)
+        struct = make_matrix(weight, x.dtype)
         x, bias = _make_contiguous(x), None if bias is None else bias.contiguous()
         y = x.new_empty(x.shape[0], weight.shape[0])
         kernels[x.dtype](
@@ -240,7 +241,7 @@ def _make_add_nt(functions: dict[str, Callable[..., None]]) -> Callable[[Tensor,
     kernels = {dtype: functions[f"nt_add_{suffix}"] for dtype, suffix in _SUFFIX.items()}
 
     def add_nt(y: Tensor, x: Tensor, w: Tensor) -> Tensor:
-        """y [T, N] += x [T, r] w [N, r]^T."""
+        """Add x [T, r] w [N, r]^T to y [T, N] in place, and return y."""
         x, w = x.contiguous(), w.contiguous()
         kernels[y.dtype](x.data_ptr(), w.data_ptr(), y.data_ptr(), y.stride(0), *y.shape, x.shape[1])
         return y
@@ -249,9 +250,8 @@ def _make_add_nt(functions: dict[str, Callable[..., None]]) -> Callable[[Tensor,
 
 
 def _make_training_nt(linear: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Make ``Gemm.nt``: bf16 weights and codes by our kernels, which are faster than torch's at every size
-    measured; fp32 by torch, which packs the weights for many rows.
-    """
+    """Make ``Gemm.nt``. bf16 weights and codes are multiplied by our kernels, which are faster than torch's
+    at every size measured, and fp32 by torch, which packs the weights for many rows."""
 
     def nt(
         x: Tensor, weight: Weight, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
@@ -267,7 +267,7 @@ def _make_nn(functions: dict[str, Callable[..., None]]) -> Callable[[Tensor, Wei
     code_kernels = {dtype: functions[f"nn_codes_{suffix}"] for dtype, suffix in _SUFFIX.items()}
 
     def matmul_nn(x: Tensor, weight: Weight) -> Tensor:
-        """x [M, N] times weight [N, K] -> [M, K] in x's type."""
+        """Compute x [M, N] times weight [N, K] -> [M, K] in x's type."""
         if isinstance(weight, Quantised):
             x, y = _make_contiguous(x), x.new_empty(x.shape[0], weight.inputs)
             operands = x.data_ptr(), x.stride(0), weight.tiles.data_ptr(), weight.scale.data_ptr()
@@ -367,7 +367,8 @@ def _make_write_cache(functions: dict[str, Callable[..., None]]) -> Callable[...
     kernels = {dtype: functions[f"write_cache_{suffix}"] for dtype, suffix in _SUFFIX.items()}
 
     def write_cache(k: Tensor, v: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Put rows k [T, Hkv, Dk], v [T, Hkv, Dv] at ``slots`` [T] int64 (block * 16 + offset)."""
+        """Write rows k [T, Hkv, Dk], v [T, Hkv, Dv] to ``slots`` [T] int64 (block * 16 + offset) of keys and
+        values."""
         k, v = (x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous() for x in (k, v))
         kernels[k.dtype](
             k.data_ptr(),
@@ -400,10 +401,9 @@ def _make_paged_attention(functions: dict[str, Callable[..., None]]) -> Callable
         lse: Tensor | None = None,
         window: int | None = None,
     ) -> Tensor:
-        """Attention [T, H, Dv] of q [T, H, Dk]: row t sees the first lengths[t] positions of the blocks
-        tables[sequence[t]], of these the last ``window``. ``lse`` [T, H] fp32 receives the log-sum-exp of
-        the scores.
-        """
+        """Compute attention [T, H, Dv] of q [T, H, Dk]. Row t sees the first lengths[t] positions of the
+        blocks tables[sequence[t]]; with ``window`` it sees the last of these only. ``lse`` [T, H] fp32
+        receives the log-sum-exp of the scores."""
         rows, heads, width = q.shape
         if q.stride(2) != 1 or q.stride(1) != width:
             q = q.contiguous()
@@ -448,9 +448,8 @@ def _make_sample(functions: dict[str, Callable[..., None]]) -> Callable[..., Non
         cuts: np.ndarray | None = None,
     ) -> None:
         """Fill ``tokens`` [B] int64, ``logprobs`` and ``edges`` [B] float32 from logits [B, V] float32; see
-        engine.sampler. ``cuts`` [B] float32 receive the smallest scaled logit that each row's filters
-        keep, NaN without filters.
-        """
+        engine.sampler. ``cuts`` [B] float32 receive the smallest scaled logit that each row's filters keep,
+        NaN without filters."""
         arrays = (temperature, top_k, top_p, min_p, u, tokens, logprobs, edges)
         pointers = [array.ctypes.data for array in arrays]
         pointers.append(0 if cuts is None else cuts.ctypes.data)
@@ -461,8 +460,8 @@ def _make_sample(functions: dict[str, Callable[..., None]]) -> Callable[..., Non
 
 def _make_score(functions: dict[str, Callable[..., None]]) -> Callable[[Tensor, float, Tensor], Tensor]:
     def score(logits: Tensor, temperature: float, targets: Tensor) -> Tensor:
-        """``Ops.score``: the log-probabilities of ``sample`` for these tokens, bit for bit. A logit of -inf
-        is a token that the filters exclude."""
+        """Compute ``Ops.score``: the log-probabilities of ``sample`` for these tokens, bit for bit. A logit
+        of -inf is a token that the filters exclude."""
         logits, targets = logits.contiguous(), targets.long().contiguous()
         logprobs = logits.new_empty(len(targets))
         pointers = targets.data_ptr(), logprobs.data_ptr()
@@ -474,9 +473,8 @@ def _make_score(functions: dict[str, Callable[..., None]]) -> Callable[[Tensor, 
 
 def _make_support(functions: dict[str, Callable[..., None]]) -> Callable[..., tuple[np.ndarray, np.ndarray]]:
     def support(logits: Tensor, temperature: np.ndarray, cuts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(counts [B] int32, ids [sum of counts] int32): the tokens whose scaled logits reach ``cuts`` [B]
-        float32 of ``sample``; a count of 0: all tokens.
-        """
+        """Return (counts [B] int32, ids [sum of counts] int32): the tokens whose scaled logits are at least
+        the ``cuts`` [B] float32 of ``sample``. A count of 0 means all tokens."""
         (rows, vocab), counts = logits.shape, np.empty(len(cuts), np.int32)
         inputs = (logits.data_ptr(), vocab, temperature.ctypes.data, cuts.ctypes.data, counts.ctypes.data)
         functions["support_counts"](*inputs, rows)

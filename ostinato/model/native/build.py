@@ -20,16 +20,17 @@ SOURCES = ("gemm.cpp", "rows.cpp", "attention.cpp", "moe.cpp", "step.cpp", "samp
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-fno-math-errno", "-ffp-contract=fast")
 
 
-def library() -> Path:
-    """The file of the compiled kernels, named by a fingerprint of everything that determines their code;
-    built if this machine has not built this source before. Raises BuildError."""
+def build_kernels() -> Path:
+    """Return the file of the compiled kernels, whose name has a fingerprint of everything that determines
+    their code. It is built if this machine has not built it before. Raises BuildError."""
     options = (*_adapt_openmp(FLAGS), *flags())
     return build(NativeCode(name="kernels", folder=Path(__file__).parent, sources=SOURCES, flags=options))
 
 
 def load_library() -> ctypes.CDLL:
-    """Load the compiled kernels; build them if necessary. Raises BuildError."""
-    path = library()
+    """Load the compiled kernels, and torch's OpenMP before them; build them if necessary. Raises
+    BuildError."""
+    path = build_kernels()
     load(_find_openmp(), mode=ctypes.RTLD_GLOBAL)
     try:
         return load(path)
@@ -44,12 +45,12 @@ def _adapt_openmp(options: tuple[str, ...], system: str = platform.system()) -> 
     header."""
     if system != "Darwin":
         return options
-    others = tuple(option for option in options if option != "-fopenmp")
-    return (*others, "-Xpreprocessor", "-fopenmp", f"-I{Path(torch.__path__[0]) / 'include'}")
+    other_options = tuple(option for option in options if option != "-fopenmp")
+    return (*other_options, "-Xpreprocessor", "-fopenmp", f"-I{Path(torch.__path__[0]) / 'include'}")
 
 
 def _find_openmp(system: str = platform.system()) -> Path:
-    """The libgomp that this torch uses; on macOS its libomp."""
+    """Return the libgomp that this torch uses; on macOS its libomp. Raises BuildError if there is none."""
     package, name = Path(torch.__path__[0]), "libomp.dylib" if system == "Darwin" else "libgomp*.so*"
     for folder in (package / "lib", package.parent / "torch.libs"):
         paths = sorted(folder.glob(name))

@@ -15,7 +15,7 @@ from torch import Tensor
 from ostinato.model.config import MoEConfig, Scoring
 from ostinato.model.moe import ExpertLora
 from ostinato.model.moe import route as torch_route
-from ostinato.model.native.matrix import Matrix, matrix
+from ostinato.model.native.matrix import Matrix, make_matrix
 from ostinato.model.weights import Quantised, Weight
 from ostinato.types import NO_EXPERT
 
@@ -34,12 +34,16 @@ class Experts(ctypes.Structure):
     ]
 
 
-def experts_struct(gate_up: Weight, down: Weight, lora: ExpertLora | None, dtype: torch.dtype) -> Experts:
-    """Fill the struct for gate_up [E, 2F, D] and down [E, D, F], for rows of ``dtype``; all tensors are
-    contiguous."""
-    count, hidden, width = down.shape
-    first, second = matrix(gate_up, dtype), matrix(down, dtype)
-    experts = Experts(gate_up=first, down=second, count=count, width=width, hidden=hidden, scale=1.0)
+def make_experts_struct(
+    gate_up: Weight, down: Weight, lora: ExpertLora | None, dtype: torch.dtype
+) -> Experts:
+    """Fill the struct for gate_up [E, 2F, D] and down [E, D, F], for rows of ``dtype``. All tensors must be
+    contiguous, and kept alive by the caller."""
+    num_experts, hidden, width = down.shape
+    gate_up_struct, down_struct = make_matrix(gate_up, dtype), make_matrix(down, dtype)
+    experts = Experts(
+        gate_up=gate_up_struct, down=down_struct, count=num_experts, width=width, hidden=hidden, scale=1.0
+    )
     if lora is not None:
         experts.gate_up_a, experts.gate_up_b = lora.gate_up_a.data_ptr(), lora.gate_up_b.data_ptr()
         experts.down_a, experts.down_b = lora.down_a.data_ptr(), lora.down_b.data_ptr()
@@ -48,7 +52,7 @@ def experts_struct(gate_up: Weight, down: Weight, lora: ExpertLora | None, dtype
     return experts
 
 
-def native_experts(functions: Mapping[str, Kernel]) -> Callable[..., Tensor]:
+def make_experts(functions: Mapping[str, Kernel]) -> Callable[..., Tensor]:
     """Make ``Ops.experts`` from the compiled functions."""
     kernels = {dtype: functions[f"experts_{suffix}"] for dtype, suffix in _SUFFIX.items()}
 
@@ -62,18 +66,19 @@ def native_experts(functions: Mapping[str, Kernel]) -> Callable[..., Tensor]:
         if lora is not None:
             lora = ExpertLora(*(factor.contiguous() for factor in lora[:4]), scale=lora.scale)
         kernel, y = kernels[x.dtype], torch.empty_like(x)
-        struct = experts_struct(gate_up, down, lora, x.dtype)
+        struct = make_experts_struct(gate_up, down, lora, x.dtype)
         pointers = [tensor.data_ptr() for tensor in (x, ids, weights, y)]
-        bytes_needed = kernel(ctypes.byref(struct), *pointers, *ids.shape, None)
-        workspace = torch.empty(bytes_needed, dtype=torch.uint8)
+        num_bytes = kernel(ctypes.byref(struct), *pointers, *ids.shape, None)
+        workspace = torch.empty(num_bytes, dtype=torch.uint8)
         kernel(ctypes.byref(struct), *pointers, *ids.shape, workspace.data_ptr())
         return y
 
     return experts
 
 
-def native_route(functions: Mapping[str, Kernel]) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    """Make ``Ops.route``: native for softmax, torch's for other routers."""
+def make_route(functions: Mapping[str, Kernel]) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    """Make ``Ops.route``: native for a softmax without groups and correction bias, torch's for other
+    routers."""
 
     def route(
         logits: Tensor, moe: MoEConfig, bias: Tensor | None = None, routing: Tensor | None = None

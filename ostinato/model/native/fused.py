@@ -20,8 +20,8 @@ from ostinato.model.config import ModelConfig, MoEConfig, QKNorm
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import NO_LORA, LayerLora, Lora, Prepared
 from ostinato.model.moe import ExpertLora
-from ostinato.model.native.experts import Experts, experts_struct
-from ostinato.model.native.matrix import Matrix, matrix
+from ostinato.model.native.experts import Experts, make_experts_struct
+from ostinato.model.native.matrix import Matrix, make_matrix
 from ostinato.model.weights import Attention, Block, Moe, Weight
 
 _SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
@@ -101,8 +101,8 @@ class _Batch(ctypes.Structure):
 
 
 class FusedStep:
-    """A decoder with the prepared adapters of some policies (None: the base). A pass may have rows of all
-    of them: the base is read once. Not for use by two threads at once.
+    """A decoder with the prepared adapters of some policies (None: the base). A pass may have rows of all of
+    them, and reads the base once. Two threads must not use it at the same time.
 
     There is room for the next power of two of policies: ``put`` changes one without the others. Weights and
     adapters are not copied: a later change of them in place takes effect.
@@ -116,12 +116,12 @@ class FusedStep:
         policies: Sequence[Prepared | None],
     ) -> None:
         config = decoder.config
-        self._run = functions[f"step_{_SUFFIX[decoder.dtype]}"]
+        self._run_kernel = functions[f"step_{_SUFFIX[decoder.dtype]}"]
         self._linear, self._decoder, self._store = linear, decoder, _PointerStore(decoder.dtype)
         self.size = 1 << max(len(policies) - 1, 0).bit_length()
-        layers = [self._store.layer(block, self.size) for block in decoder.blocks]
+        layers = [self._store.make_layer(block, self.size) for block in decoder.blocks]
         for index, layer in enumerate(layers):
-            layer.window = config.window_of(index) or 0
+            layer.window = config.get_window(index) or 0
         self._layers = (_Layer * len(layers))(*layers)
         moe = config.moe
         self._model = _Model(
@@ -134,7 +134,7 @@ class FusedStep:
             top_k=moe.top_k if moe else 0,
             norm_topk=moe is not None and moe.norm_topk,
             norm_all=config.qk_norm == QKNorm.FULL,
-            embed=self._store.matrix(decoder.embed),
+            embed=self._store.make_matrix(decoder.embed),
             eps=config.rms_norm_eps,
             scale=config.head_dim**-0.5,
             scaling=moe.scaling if moe else 1.0,
@@ -145,7 +145,7 @@ class FusedStep:
             self.put(place, policy)
         self._workspace = torch.empty(0, dtype=torch.uint8)
         self._logits = torch.empty(0)
-        self._turns: tuple[Tensor, ...] = ()  # cos and sin by position
+        self._rotations: tuple[Tensor, ...] = ()  # cos and sin by position
 
     def put(self, place: int, policy: Prepared | None) -> None:
         """Run the policy at ``place``, which is below ``size``, with these adapters (None: the base) from the
@@ -155,10 +155,10 @@ class FusedStep:
             lora = NO_LORA if policy is None else policy.layers[idx]
             for name, factors in _list_maps(block, lora).items():
                 array = (_Adapter * self.size).from_address(getattr(layer, name).adapters)
-                array[place] = store.adapter(factors)
+                array[place] = store.make_adapter(factors)
             if isinstance(block.mlp, Moe):
                 experts = (Experts * self.size).from_address(layer.experts)
-                experts[place] = store.experts(block.mlp.gate_up, block.mlp.down, lora.experts)
+                experts[place] = store.make_experts(block.mlp.gate_up, block.mlp.down, lora.experts)
         self._factors[place] = store
 
     def forward(
@@ -170,20 +170,21 @@ class FusedStep:
         values: Tensor,
         spans: Sequence[tuple[int, int]] = (),
     ) -> tuple[Tensor, Tensor | None]:
-        """Run a pass: (hidden [T, D] after the final norm, routing [T, L_moe, K] int16 or None).
+        """Run a pass, and return (hidden [T, D] after the final norm, routing [T, L_moe, K] int16 or None).
 
         tokens, positions: [T] int64. spans: (last row + 1, index of the policy) of consecutive rows; empty:
         all rows are of the first policy. keys, values: the whole cache (``engine.paged.KVStore``), in which
-        ``rows.slots`` are written.
+        ``rows.slots`` are written. A workspace that is too small is replaced by a larger one, which later
+        passes use.
         """
-        config, total = self._decoder.config, tokens.shape[0]
-        hidden = torch.empty(total, config.hidden_size, dtype=keys.dtype)
+        config, num_rows = self._decoder.config, tokens.shape[0]
+        hidden = torch.empty(num_rows, config.hidden_size, dtype=keys.dtype)
         routing = None
         if config.moe is not None:
-            routing = torch.empty(total, config.num_moe_layers, config.moe.top_k, dtype=torch.int16)
-        if total == 0:
+            routing = torch.empty(num_rows, config.num_moe_layers, config.moe.top_k, dtype=torch.int16)
+        if num_rows == 0:
             return hidden, routing
-        numbers = [number for span in (spans or ((total, 0),)) for number in span]
+        numbers = [number for span in (spans or ((num_rows, 0),)) for number in span]
         span_array = (ctypes.c_int32 * len(numbers))(*numbers)
         batch = _Batch(
             spans=ctypes.addressof(span_array),
@@ -198,15 +199,18 @@ class FusedStep:
             values=values.data_ptr(),
             hidden=hidden.data_ptr(),
             routing=None if routing is None else routing.data_ptr(),
-            rows=total,
+            rows=num_rows,
             table_width=rows.tables.stride(0),
             moe_layers=config.num_moe_layers,
             key_layer=keys.stride(0),
             value_layer=values.stride(0),
         )
         model, workspace = ctypes.byref(self._model), self._workspace
-        while need := self._run(model, ctypes.byref(batch), workspace.data_ptr(), workspace.numel()):
-            self._grow(need)
+        # the kernel returns what it lacks, and 0 when it has run
+        while size_request := self._run_kernel(
+            model, ctypes.byref(batch), workspace.data_ptr(), workspace.numel()
+        ):
+            self._allocate_missing(size_request)
             workspace = self._workspace
         return hidden, routing
 
@@ -217,89 +221,93 @@ class FusedStep:
         """
         decoder = self._decoder
         dtype = torch.float32 if decoder.fp32_head else decoder.dtype
-        vocab, size = decoder.config.vocab_size, hidden.shape[0] * decoder.config.vocab_size
-        if self._logits.numel() < size or self._logits.dtype != dtype:
-            self._logits = torch.empty(size, dtype=dtype)
-        return self._linear(hidden, decoder.head_weight, None, dtype, out=self._logits[:size].view(-1, vocab))
+        vocab, num_logits = decoder.config.vocab_size, hidden.shape[0] * decoder.config.vocab_size
+        if self._logits.numel() < num_logits or self._logits.dtype != dtype:
+            self._logits = torch.empty(num_logits, dtype=dtype)
+        return self._linear(
+            hidden, decoder.head_weight, None, dtype, out=self._logits[:num_logits].view(-1, vocab)
+        )
 
-    def _grow(self, need: int) -> None:
-        """Allocate what the pass needs: bytes of workspace, or if negative the rotations of more
-        positions."""
-        if need > 0:
-            self._workspace = torch.empty(need, dtype=torch.uint8)
+    def _allocate_missing(self, size_request: int) -> None:
+        """Allocate what the pass lacks: ``size_request`` bytes of workspace, or if it is negative, rotations
+        of at least that many positions."""
+        if size_request > 0:
+            self._workspace = torch.empty(size_request, dtype=torch.uint8)
             return
-        length = max(-need, 2 * self._model.positions, 512)
-        cos, sin = self._decoder.rotations(torch.arange(length))
-        self._turns = cos, sin
+        length = max(-size_request, 2 * self._model.positions, 512)
+        cos, sin = self._decoder.compute_rotations(torch.arange(length))
+        self._rotations = cos, sin
         self._model.cos, self._model.sin, self._model.positions = cos.data_ptr(), sin.data_ptr(), length
 
 
 class _PointerStore:
-    """Turns tensors into pointers, for rows of ``dtype``, and keeps them alive."""
+    """Makes structs and pointers of tensors for the kernels, for rows of ``dtype``, and keeps the tensors
+    alive."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
         self._tensors: list[Weight] = []
         self._arrays: list[ctypes.Array[Any]] = []
 
-    def matrix(self, weight: Weight) -> Matrix:
+    def make_matrix(self, weight: Weight) -> Matrix:
         self._tensors.append(weight)
-        return matrix(weight, self._dtype)
+        return make_matrix(weight, self._dtype)
 
-    def pointer(self, tensor: Tensor | None) -> int | None:
+    def get_pointer(self, tensor: Tensor | None) -> int | None:
+        """Return the address of a tensor; None for None."""
         if tensor is None:
             return None
-        tensor = tensor.detach().contiguous()  # no copy, since parameters are contiguous
+        tensor = tensor.detach().contiguous()  # a parameter is contiguous, so it is not copied
         self._tensors.append(tensor)
         return tensor.data_ptr()
 
-    def array(self, structs: Sequence[ctypes.Structure]) -> int:
-        """Copy structs into an array; return its address."""
+    def make_array(self, structs: Sequence[ctypes.Structure]) -> int:
+        """Copy structs into an array, and return its address."""
         memory = (type(structs[0]) * len(structs))(*structs)
         self._arrays.append(memory)
         return ctypes.addressof(memory)
 
-    def linear(self, weight: Weight, bias: Tensor | None, policies: int) -> _Linear:
+    def make_linear(self, weight: Weight, bias: Tensor | None, policies: int) -> _Linear:
         """A map that no policy adapts yet."""
         outputs, inputs = weight.shape
         return _Linear(
-            w=self.matrix(weight),
-            bias=self.pointer(bias),
+            w=self.make_matrix(weight),
+            bias=self.get_pointer(bias),
             out=outputs,
             into=inputs,
-            adapters=self.array([_Adapter()] * policies),
+            adapters=self.make_array([_Adapter()] * policies),
         )
 
-    def adapter(self, lora: Lora | None) -> _Adapter:
+    def make_adapter(self, lora: Lora | None) -> _Adapter:
         if lora is None:
             return _Adapter()
         return _Adapter(
-            a=self.pointer(lora.a), b=self.pointer(lora.b), rank=lora.a.shape[0], scale=lora.scale
+            a=self.get_pointer(lora.a), b=self.get_pointer(lora.b), rank=lora.a.shape[0], scale=lora.scale
         )
 
-    def experts(self, gate_up: Weight, down: Weight, lora: ExpertLora | None) -> Experts:
+    def make_experts(self, gate_up: Weight, down: Weight, lora: ExpertLora | None) -> Experts:
         self._tensors += [gate_up, down, *(lora[:4] if lora is not None else ())]
-        return experts_struct(gate_up, down, lora, self._dtype)
+        return make_experts_struct(gate_up, down, lora, self._dtype)
 
-    def layer(self, block: Block, policies: int) -> _Layer:
+    def make_layer(self, block: Block, policies: int) -> _Layer:
         attn, mlp = block.attn, block.mlp
         assert isinstance(attn, Attention)
-        dense = mlp.shared if isinstance(mlp, Moe) else mlp
+        dense_mlp = mlp.shared if isinstance(mlp, Moe) else mlp
         layer = _Layer(
-            attn_norm=self.pointer(block.attn_norm),
-            mlp_norm=self.pointer(block.mlp_norm),
-            next_norm=self.pointer(block.next_norm),
-            q_norm=self.pointer(attn.q_norm),
-            k_norm=self.pointer(attn.k_norm),
-            qkv=self.linear(attn.qkv, attn.qkv_bias, policies),
-            o=self.linear(attn.o, attn.o_bias, policies),
+            attn_norm=self.get_pointer(block.attn_norm),
+            mlp_norm=self.get_pointer(block.mlp_norm),
+            next_norm=self.get_pointer(block.next_norm),
+            q_norm=self.get_pointer(attn.q_norm),
+            k_norm=self.get_pointer(attn.k_norm),
+            qkv=self.make_linear(attn.qkv, attn.qkv_bias, policies),
+            o=self.make_linear(attn.o, attn.o_bias, policies),
         )
-        if dense is not None:
-            layer.gate_up = self.linear(dense.gate_up, dense.gate_up_bias, policies)
-            layer.down = self.linear(dense.down, dense.down_bias, policies)
+        if dense_mlp is not None:
+            layer.gate_up = self.make_linear(dense_mlp.gate_up, dense_mlp.gate_up_bias, policies)
+            layer.down = self.make_linear(dense_mlp.down, dense_mlp.down_bias, policies)
         if isinstance(mlp, Moe):
-            layer.router = self.linear(mlp.router, None, policies)
-            layer.experts = self.array([self.experts(mlp.gate_up, mlp.down, None)] * policies)
+            layer.router = self.make_linear(mlp.router, None, policies)
+            layer.experts = self.make_array([self.make_experts(mlp.gate_up, mlp.down, None)] * policies)
         return layer
 
 
@@ -315,7 +323,7 @@ def _list_maps(block: Block, lora: LayerLora) -> dict[str, Lora | None]:
 
 # The fields that the step reads, and those that change no pass. If any other field is not at its default, the
 # decoder computes: so a new family is never computed without its new features.
-_READ = {
+_READ_FIELDS = {
     ModelConfig: "model_type vocab_size hidden_size intermediate_size num_layers num_heads num_kv_heads "
     "head_dim max_positions rms_norm_eps tie_embeddings rope qkv_bias o_bias mlp_bias qk_norm "
     "initializer_range moe local_layers window raw",
@@ -325,17 +333,17 @@ _READ = {
 }
 
 
-def has_only_read_fields(value: Any, of: type) -> bool:
-    """Whether all fields of ``value`` that the step does not read are at their defaults; ``of``: its type, a
-    key of ``_READ``."""
-    names = frozenset(_READ[of].split())
+def has_only_read_fields(value: Any, kind: type) -> bool:
+    """Return whether all fields of ``value`` that the step does not read have their defaults. ``kind``: its
+    type, a key of ``_READ_FIELDS``."""
+    names = frozenset(_READ_FIELDS[kind].split())
     return all(
         getattr(value, field.name) == field.default for field in fields(value) if field.name not in names
     )
 
 
 def is_supported(decoder: Decoder) -> bool:
-    """Whether ``FusedStep`` computes this decoder."""
+    """Return whether ``FusedStep`` computes this decoder."""
     config = decoder.config
     return (
         decoder.device.type == "cpu"

@@ -18,8 +18,9 @@ class Matrix(ctypes.Structure):
     _fields_ = [("data", ctypes.c_void_p), ("scale", ctypes.c_void_p), ("format", ctypes.c_long)]
 
 
-def matrix(weight: Weight, dtype: torch.dtype) -> Matrix:
-    """Make the struct of ``weight`` [..., N, K], contiguous, for rows of ``dtype``."""
+def make_matrix(weight: Weight, dtype: torch.dtype) -> Matrix:
+    """Make the struct of ``weight`` [..., N, K], contiguous, for rows of ``dtype``. Raises TypeError for fp8
+    codes and rows that are not bf16."""
     if isinstance(weight, Quantised):
         tiles = weight.tiles
         if tiles.dtype != torch.int8 and dtype != torch.bfloat16:

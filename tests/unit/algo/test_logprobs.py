@@ -369,7 +369,7 @@ def played(decoder: Decoder, sampling: Sampling, kernels: Kernels | None = None)
 def gap(decoder: Decoder, batch: Batch, temperature: float, *, full: bool = False) -> dict[str, float]:
     """What a step measures; its update is next to nothing."""
     adapters = None if full else init_adapters(decoder.config, AdapterSpec(rank=2), 0)
-    decoder.trainable(full)
+    decoder.set_trainable(full)
     trainer = PolicyTrainer(
         decoder, adapters, algorithm("grpo"), settings=TrainerSection(lr=1e-12), temperature=temperature
     )

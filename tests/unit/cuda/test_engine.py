@@ -19,7 +19,7 @@ from ostinato.engine.local import LocalEngine
 from ostinato.model.attention import CausalAttention
 from ostinato.model.config import MoEConfig, parse_config
 from ostinato.model.cuda import CUDA_OPS, CudaKernels
-from ostinato.model.cuda.graphs import cuda_graphs
+from ostinato.model.cuda.graphs import make_graph_factory
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters
 from ostinato.model.ops import TORCH_OPS
@@ -114,7 +114,7 @@ def score(adapters: Adapters, tokens: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("promise", CONTRACT, ids=lambda promise: promise.__name__)
 def test_it_keeps_the_promises_of_every_engine(promise: Callable[[Subject], None]) -> None:
     """With graphs, which a stand-in replays where there is no card."""
-    graph = cuda_graphs() if DEVICE == "cuda" else Recorded
+    graph = make_graph_factory() if DEVICE == "cuda" else Recorded
     kernels = CudaKernels(graph=graph)
     made = LocalEngine(DENSE, kernels=kernels, decode=decode, kv_memory_mb=1, context_limit=64)
     promise(

@@ -16,8 +16,8 @@ from worlds import adapters_of, answers, same, tiny_dense, tiny_moe
 
 from ostinato.engine.local import LocalEngine
 from ostinato.model.config import parse_config
-from ostinato.model.cuda import CUDA_OPS, EXACT_OPS, CudaKernels, exact_training, products
-from ostinato.model.cuda.graphs import cuda_graphs
+from ostinato.model.cuda import CUDA_OPS, EXACT_OPS, CudaKernels, make_exact_training_ops, products
+from ostinato.model.cuda.graphs import make_graph_factory
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters
 from ostinato.model.ops import TORCH_OPS
@@ -100,7 +100,7 @@ def test_every_row_has_the_samplers_log_probability(name: str, world: dict[str, 
         *model(name),
         {**world, "groups": groups, "seed": 3, "max_batch": 3, "replay": True},
         EXACT,
-        exact_training(),
+        make_exact_training_ops(),
     )
 
 
@@ -117,7 +117,7 @@ def test_a_request_is_alone_in_any_batch(name: str) -> None:
         )
         for k in range(4)
     ]
-    graph = cuda_graphs() if DEVICE == "cuda" else Recorded
+    graph = make_graph_factory() if DEVICE == "cuda" else Recorded
     together = sampled(decoder, adapters, asked, 4, EXACT)
     engine = LocalEngine(
         decoder, kernels=CudaKernels(ops=EXACT_OPS, exact=True, graph=graph), kv_memory_mb=1, context_limit=64
@@ -136,7 +136,7 @@ def test_gradients_are_those_of_training(name: str) -> None:
     moe = decoder.config.moe is not None
     (part,) = parts_of(samples, 400, moe=moe, replay=True, device=decoder.device)
     found: list[list[Tensor]] = []
-    for ops in (CUDA_OPS, exact_training()):
+    for ops in (CUDA_OPS, make_exact_training_ops()):
         for leaf in adapters.parameters():
             leaf.requires_grad_().grad = None
         passes = passes_of(decoder, adapters, ops)

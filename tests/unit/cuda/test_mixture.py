@@ -64,7 +64,7 @@ def test_ids_are_in_range_whatever_the_logits_are() -> None:
 def test_the_sort(rows: int, sizes: tuple[int, int], seed: int) -> None:
     experts, top_k = sizes
     ids = draw(seed, rows, experts).topk(top_k, dim=1).indices
-    found = cuda.sort(ids, experts)
+    found = cuda.sort_pairs(ids, experts)
     expected = ids.flatten().sort(stable=True)
     assert torch.equal(found.order.long(), expected.indices)
     assert torch.equal(found.places[found.order.long()].cpu(), torch.arange(ids.numel(), dtype=torch.int32))
@@ -110,7 +110,7 @@ def test_the_mixture(
 @pytest.mark.slow
 @pytest.mark.parametrize("grad", [True, False])
 def test_training_and_large_passes_take_the_twin(grad: bool) -> None:
-    rows = 3 if grad else cuda.MOST_ROWS + 1
+    rows = 3 if grad else cuda.MAX_ROWS + 1
     x, gate_up, down = draw(0, rows, 8), draw(1, 2, 16, 8), draw(2, 2, 8, 8)
     ids, weights = torch.zeros(rows, 1, dtype=torch.int64, device=DEVICE), torch.ones(rows, 1, device=DEVICE)
     with torch.set_grad_enabled(grad):

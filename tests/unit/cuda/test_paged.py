@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ostinato.model import elementwise as twin
 from ostinato.model.cuda import paged
-from ostinato.model.cuda.paged import PAGE, Tiles, paged_attention, rows_of_tile, write_cache
+from ostinato.model.cuda.paged import PAGE, Tiles, count_tile_rows, paged_attention, write_cache
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -87,7 +87,7 @@ def test_a_projection_is_normed_rotated_and_stored_in_one_launch(
     slots = torch.randperm(3 * PAGE, generator=random)[:rows].to(DEVICE)
     slots[0] = -1
     pages = torch.full((2, 3, PAGE, kv_heads, size), torch.nan, device=DEVICE)
-    out = paged.project(qkv, norms, 1e-6, angles.cos(), angles.sin(), slots, *pages)
+    out = paged.store_projection(qkv, norms, 1e-6, angles.cos(), angles.sin(), slots, *pages)
     q, k = qkv[:, :heads], qkv[:, heads : heads + kv_heads]
     if norms is not None:
         q, k = twin.rms_norm(q, norms[0], 1e-6), twin.rms_norm(k, norms[1], 1e-6)
@@ -156,7 +156,7 @@ def test_tiles_cover_every_row_once_and_mix_no_sequences(counts: list[int], grou
     tiles = Tiles.of(sequence, group, torch.device("cpu"))
     rows = []
     for first, count in zip(tiles.first.tolist(), tiles.count.tolist(), strict=True):
-        assert 1 <= count <= rows_of_tile(group)
+        assert 1 <= count <= count_tile_rows(group)
         assert len({*sequence[first : first + count].tolist()}) == 1
         rows += range(first, first + count)
     assert rows == list(range(len(sequence)))

@@ -20,7 +20,7 @@ from ostinato.engine.proof import prove_kernels
 from ostinato.launch.engine import choose_sampler_kernels
 from ostinato.model.config import parse_config
 from ostinato.model.cuda import CUDA_OPS, CudaKernels, policies
-from ostinato.model.cuda.graphs import cuda_graphs
+from ostinato.model.cuda.graphs import make_graph_factory
 from ostinato.model.decoder import Decoder
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -34,7 +34,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def graphs() -> Callable[[], Any]:
-    return cuda_graphs() if DEVICE == "cuda" else Recorded
+    return make_graph_factory() if DEVICE == "cuda" else Recorded
 
 
 @pytest.mark.slow

@@ -28,8 +28,8 @@ def drawn(logits: torch.Tensor, wanted: list[Sampling], u: np.ndarray) -> Drawn:
         for x in (settings_of.temperature, settings_of.top_k, settings_of.top_p, settings_of.min_p)
     )
     logits = logits.to(DEVICE)
-    cuts = sampling.cut_off(logits, temperature, top_k, top_p, min_p)
-    out = sampling.draw(logits, temperature, cuts, torch.from_numpy(u).to(DEVICE)).cpu().numpy()
+    cuts = sampling.compute_cuts(logits, temperature, top_k, top_p, min_p)
+    out = sampling.draw_tokens(logits, temperature, cuts, torch.from_numpy(u).to(DEVICE)).cpu().numpy()
     return Drawn(out[0].astype(np.int64), *out[1:].astype(np.float32))
 
 

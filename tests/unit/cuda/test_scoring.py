@@ -34,7 +34,7 @@ def test_scores_and_slopes(rows: int, size: int, spread: float, seed: int) -> No
     (slope,) = torch.autograd.grad(own.sum(), wide)
     entropy = -(log_p.exp() * log_p).sum(-1)
     buffer = logits.to(DEVICE)
-    scores = scoring.score_(buffer, targets.to(DEVICE)).cpu()
+    scores = scoring.score_in_place(buffer, targets.to(DEVICE)).cpu()
     assert (scores[:, 0] - own).abs().max() <= 1e-5 * own.abs().max().clamp_min(1)
     assert (scores[:, 1] - entropy).abs().max() <= 1e-5 * entropy.abs().max().clamp_min(1)
     assert (buffer.cpu() - slope).abs().max() <= 1e-5
@@ -45,12 +45,12 @@ def test_the_slope_of_a_near_certain_token_is_not_lost() -> None:
     logits = torch.zeros(1, 100)
     logits[0, 7] = 30.0
     buffer = logits.clone().to(DEVICE)
-    scoring.score_(buffer, torch.tensor([7], device=DEVICE))
+    scoring.score_in_place(buffer, torch.tensor([7], device=DEVICE))
     assert float(buffer[0, 7]) == pytest.approx(99 * torch.tensor(-30.0).exp().item(), rel=1e-4)
 
 
 def test_logits_that_were_banned() -> None:
     logits = torch.zeros(1, 130)
     logits[0, 3:] = -torch.inf
-    scores = scoring.score_(logits.to(DEVICE), torch.tensor([1], device=DEVICE)).cpu()
+    scores = scoring.score_in_place(logits.to(DEVICE), torch.tensor([1], device=DEVICE)).cpu()
     assert torch.allclose(scores, torch.tensor([[-1.0986123, 1.0986123]]))

@@ -115,7 +115,7 @@ def test_a_step_reads_nothing_back_and_prepares_factors_once(
         return prepare(ours, dtype)
 
     monkeypatch.setattr(Adapters, "prepare", counted)
-    for leaf in adapters.leaves().values():
+    for leaf in adapters.list_leaves().values():
         leaf.requires_grad_()
     passes = LocalPasses(decoder, adapters, ops=CUDA_OPS, temperature=0.8, recompute=True, entropy_grad=False)
     parts = [part_of(decoder.config.vocab_size, answers) for answers in (1, 2)]
@@ -141,11 +141,13 @@ def test_a_microbatch_is_that_of_torch(raw: dict[str, Any], support: bool) -> No
 
     def trained(ops: Ops) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         adapters = adapters_of(decoder)
-        for leaf in adapters.leaves().values():
+        for leaf in adapters.list_leaves().values():
             leaf.requires_grad_()
         passes = LocalPasses(decoder, adapters, ops=ops, temperature=0.8, recompute=True, entropy_grad=False)
         (outcome,) = passes.train([part], batch_objective(algorithm("grpo"), 3), 1.0)
-        gradients = {name: leaf.grad for name, leaf in adapters.leaves().items() if leaf.grad is not None}
+        gradients = {
+            name: leaf.grad for name, leaf in adapters.list_leaves().items() if leaf.grad is not None
+        }
         return {"loss": outcome.loss, **outcome.stats}, gradients
 
     (ours, found), (theirs, wanted) = trained(CUDA_OPS), trained(TORCH_OPS)

@@ -21,7 +21,7 @@ from ostinato.history.store import History
 from ostinato.model.attention import CausalAttention
 from ostinato.model.decoder import Decoder
 from ostinato.model.hf import load_model
-from ostinato.model.named import model_folder
+from ostinato.model.named import find_model_folder
 from ostinato.model.native import Kernels
 from ostinato.pipeline.draft_metrics import collect_answers
 from ostinato.render import Renderer
@@ -40,12 +40,12 @@ ASKS = [
 
 @cache
 def model(dtype: torch.dtype = torch.float32) -> Decoder:
-    return load_model(model_folder("asset:seed-moe"), dtype=dtype)
+    return load_model(find_model_folder("asset:seed-moe"), dtype=dtype)
 
 
 @cache
 def renderer() -> Renderer:
-    return Renderer(model_folder("asset:seed-moe"))
+    return Renderer(find_model_folder("asset:seed-moe"))
 
 
 class Turns:

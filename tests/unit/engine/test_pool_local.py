@@ -16,7 +16,7 @@ from worlds import NATIVE, VOCAB, adapters_of, decode, same, tiny_decoder
 from ostinato.engine.local import LocalEngine
 from ostinato.engine.pool import EnginePool
 from ostinato.engine.serve import SamplerServer
-from ostinato.model.wire import fingerprint, unpack
+from ostinato.model.wire import fingerprint_adapters, unpack_adapters
 from ostinato.observe.timeline import Kind
 from ostinato.protocols import Job, Starts, Worker
 from ostinato.rollout.schedule import place_least_loaded
@@ -55,7 +55,7 @@ def pool(count: int, *, deaths: Sequence[int] = (), **options: Any) -> EnginePoo
 
     async def spawn(number: int) -> Mortal:
         name = f"sampler-{number}"
-        server = SamplerServer(engine(name), name, lambda payload: unpack(payload, DECODER.config))
+        server = SamplerServer(engine(name), name, lambda payload: unpack_adapters(payload, DECODER.config))
         return Mortal(server, left.pop(0) if left else -1)
 
     return EnginePool(spawn, count, **{"place": place_least_loaded, "slots": 6, "silence_s": 20.0, **options})
@@ -112,7 +112,9 @@ def test_a_payload_that_was_damaged_on_its_way_costs_a_worker_and_no_token() -> 
             return await super().publish(publication)
 
     async def spawn(number: int) -> Noisy:
-        server = SamplerServer(engine(), "sampler-0", lambda payload: unpack(payload, DECODER.config))
+        server = SamplerServer(
+            engine(), "sampler-0", lambda payload: unpack_adapters(payload, DECODER.config)
+        )
         return Noisy(server, -1)
 
     async def main() -> tuple[list[Completion], EnginePool]:
@@ -131,7 +133,7 @@ def test_a_payload_that_was_damaged_on_its_way_costs_a_worker_and_no_token() -> 
         same(mine, theirs)
     assert ours.counters["workers/restarts"] == 1
     assert (
-        f"was sent version 2 ({fingerprint(adapters_of(DECODER, 2))}) and serves version 2 ("
+        f"was sent version 2 ({fingerprint_adapters(adapters_of(DECODER, 2))}) and serves version 2 ("
         in ours.status()[0]["cause"]
     )
 

@@ -17,7 +17,7 @@ from ostinato.files import atomic_write, read_cached
 from ostinato.launch.machine import resolve_auto
 from ostinato.model.config import ModelConfig, read_config
 from ostinato.model.flops import FlopModel, Work
-from ostinato.model.named import model_folder
+from ostinato.model.named import find_model_folder
 from ostinato.run import RunFolder
 
 HOW: dict[str, Any] = {"native": False, "fp32_head": True}
@@ -25,7 +25,7 @@ HOW: dict[str, Any] = {"native": False, "fp32_head": True}
 
 @pytest.fixture
 def config() -> ModelConfig:
-    return read_config(model_folder("asset:seed-moe"))
+    return read_config(find_model_folder("asset:seed-moe"))
 
 
 def keep(config: ModelConfig, text: str) -> None:

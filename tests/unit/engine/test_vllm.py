@@ -31,7 +31,7 @@ from ostinato.model.attention import CausalAttention
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.shapes import AdapterSpec
-from ostinato.model.wire import fingerprint
+from ostinato.model.wire import fingerprint_adapters
 from ostinato.observe.timeline import Kind
 from ostinato.protocols import Engine
 from ostinato.types import NO_EXPERT, Completion, Request, Sampling, Stop
@@ -174,7 +174,7 @@ def test_what_is_served_is_told_and_old_folders_go(engine: VllmEngine, tmp_path:
     assert engine.served == (0, "")
     for version in range(1, 5):
         engine.publish(POLICIES[version % 2], version)
-        assert engine.served == (version, fingerprint(POLICIES[version % 2]))
+        assert engine.served == (version, fingerprint_adapters(POLICIES[version % 2]))
     assert len(list(tmp_path.glob("policy-*"))) == 2  # of now, and of requests that began before
     engine.publish(None, 5)
     assert engine.served == (5, "")

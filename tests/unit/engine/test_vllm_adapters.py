@@ -25,7 +25,7 @@ NAMES = {
 def update(adapters: Adapters, name: str) -> torch.Tensor:
     """[E, out, in], as we apply it."""
     a, b = adapters.tensors[name]
-    return (adapters.spec.scale_of(name) * (b @ a)).detach()
+    return (adapters.spec.get_scale(name) * (b @ a)).detach()
 
 
 def read_update(folder: Path, name: str, num_experts: int) -> torch.Tensor:

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ostinato.env.answers import Example, example, load_rows, pair
-from ostinato.model.named import model_folder
+from ostinato.env.answers import Example, encode_example, encode_pair, load_rows
+from ostinato.model.named import find_model_folder
 from ostinato.render import Renderer
 
 USER, ANSWER = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
@@ -19,7 +19,7 @@ AGAIN, LAST = {"role": "user", "content": "3+3?"}, {"role": "assistant", "conten
 
 @pytest.fixture(scope="module")
 def renderer() -> Renderer:
-    return Renderer(model_folder("asset:seed-moe"))
+    return Renderer(find_model_folder("asset:seed-moe"))
 
 
 def trained(renderer: Renderer, one: Example) -> list[str]:
@@ -30,7 +30,7 @@ def trained(renderer: Renderer, one: Example) -> list[str]:
 
 
 def made(renderer: Renderer, row: dict[str, Any], **more: Any) -> Example:
-    return example(renderer, row, "row 7 of x", context=64, **more)
+    return encode_example(renderer, row, "row 7 of x", context=64, **more)
 
 
 def test_a_chat_is_cut_where_sampling_cuts_it(renderer: Renderer) -> None:
@@ -161,14 +161,14 @@ def test_what_cannot_be_trained_on_is_refused_by_number(
 
 
 def test_a_preference_has_two_answers_that_differ(renderer: Renderer) -> None:
-    chosen, rejected = pair(
+    chosen, rejected = encode_pair(
         renderer, {"prompt": [USER], "chosen": [ANSWER], "rejected": [LAST]}, "row 7", context=64
     )
     assert trained(renderer, chosen) == ["4<|im_end|>"] and trained(renderer, rejected) == ["6<|im_end|>"]
     with pytest.raises(ValueError, match="row 7 has the same answer"):
-        pair(renderer, {"prompt": "2+2=", "chosen": "4", "rejected": "4"}, "row 7", context=64)
+        encode_pair(renderer, {"prompt": "2+2=", "chosen": "4", "rejected": "4"}, "row 7", context=64)
     with pytest.raises(ValueError, match="row 7: it has no 'rejected'"):
-        pair(renderer, {"prompt": "2+2=", "chosen": "4"}, "row 7", context=64)
+        encode_pair(renderer, {"prompt": "2+2=", "chosen": "4"}, "row 7", context=64)
 
 
 def test_held_out_rows_ask_nothing_that_is_trained_on(tmp_path: Path) -> None:
@@ -191,6 +191,6 @@ def test_held_out_rows_ask_nothing_that_is_trained_on(tmp_path: Path) -> None:
 def test_a_procedural_source_gives_its_reference_answers(renderer: Renderer) -> None:
     ((where, row),) = load_rows("arithmetic", "train", 0, 1, {"families": ["sum"], "digits": 2})
     assert where.startswith("prompt ")
-    one = example(renderer, row, where, context=256)
+    one = encode_example(renderer, row, where, context=256)
     (answer,) = trained(renderer, one)
     assert answer.removesuffix("<|im_end|>").isdigit()

@@ -20,10 +20,10 @@ from nouns import completion
 
 import ostinato
 from ostinato.config import Recipe
-from ostinato.env.custom import MAX_CHARS, EnvEpisode, new_factory, seeds
+from ostinato.env.custom import MAX_CHARS, EnvEpisode, make_factory, make_seed_prompts
 from ostinato.env.dialogue import Dialogue
 from ostinato.env.games import GuessNumber, PriceList
-from ostinato.env.tools import calculator, resolve_tools, schema_of
+from ostinato.env.tools import calculator, make_schema, resolve_tools
 from ostinato.objects import load_named
 from ostinato.render import Renderer
 from ostinato.tool_calls import parse_calls
@@ -122,7 +122,7 @@ def test_the_tools_of_a_dialogue_are_those_of_its_prompt() -> None:
     Dialogue(ASK, letters, {"calculator": calculator}, 2).start()
     (prompt,) = letters.prompts
     assert prompt.messages == ASK.messages
-    assert prompt.tools == (schema_of("calculator", calculator),)
+    assert prompt.tools == (make_schema("calculator", calculator),)
 
 
 def described(
@@ -149,7 +149,7 @@ def described(
 
 def test_a_schema_says_what_signature_and_docstring_say() -> None:
     """Descriptions of arguments were lost."""
-    function = schema_of("look", described)["function"]
+    function = make_schema("look", described)["function"]
     assert (function["name"], function["description"]) == ("look", "Look an item up.")
     fields = function["parameters"]["properties"]
     assert function["parameters"]["required"] == ["item"]
@@ -384,7 +384,7 @@ class Shop:
 
 
 def test_a_game_keeps_its_state_over_turns() -> None:
-    (prompt,) = seeds(GuessNumber, "g", "eval", 0, 1)
+    (prompt,) = make_seed_prompts(GuessNumber, "g", "eval", 0, 1)
     game = GuessNumber()
     game.reset(seed=prompt.columns["seed"], options={})
     secret = game._secret
@@ -399,14 +399,14 @@ def test_a_game_keeps_its_state_over_turns() -> None:
 
 
 def test_seeds_of_the_splits_differ_and_give_the_same_rows_again() -> None:
-    train, again = (seeds(GuessNumber, "g", "train", 3, 20) for _ in range(2))
-    held_out = seeds(GuessNumber, "g", "eval", 3, 20)
+    train, again = (make_seed_prompts(GuessNumber, "g", "train", 3, 20) for _ in range(2))
+    held_out = make_seed_prompts(GuessNumber, "g", "eval", 3, 20)
     assert [p.uid for p in train] == [p.uid for p in again]
     assert not {p.columns["seed"] for p in train} & {p.columns["seed"] for p in held_out}
 
 
 def test_a_lookup_is_made_at_its_stop_string_and_the_right_price_is_worth_1() -> None:
-    (prompt,) = seeds(PriceList, "g", "eval", 0, 1)
+    (prompt,) = make_seed_prompts(PriceList, "g", "eval", 0, 1)
     shop = PriceList()
     shop.reset(seed=prompt.columns["seed"], options={})
     price = str(shop.lookup(shop._item))
@@ -521,7 +521,7 @@ def test_an_environment_that_hangs_is_named_and_holds_nothing_up(method: str) ->
             heard_of(episode, "10")
         if method != "step":
             with pytest.raises(ValueError, match=re.escape("task.env 'mine:Hangs'") + f".*{method}"):
-                seeds(make, "mine:Hangs", "train", 0, 1, timeout_s=0.5)
+                make_seed_prompts(make, "mine:Hangs", "train", 0, 1, timeout_s=0.5)
     finally:
         Hangs.let_go.set()
         Hangs.let_go = threading.Event()
@@ -541,7 +541,7 @@ def test_a_first_text_that_is_none_is_named_before_any_work(first: Any, sentence
             return first
 
     with pytest.raises(ValueError, match=rf"task\.env 'mine:Odd'.*reset\(\).*{sentence}"):
-        seeds(Odd, "mine:Odd", "train", 0, 1)
+        make_seed_prompts(Odd, "mine:Odd", "train", 0, 1)
 
 
 @pytest.mark.parametrize(
@@ -577,7 +577,7 @@ def test_what_a_step_returns_wrongly_is_named(returned: Any, sentence: str) -> N
 )
 def test_a_wrong_class_is_named_before_any_work(spec: str, params: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError) as refused:
-        new_factory(spec, params)
+        make_factory(spec, params)
     assert sentence in str(refused.value)
 
 

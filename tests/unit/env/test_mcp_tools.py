@@ -57,7 +57,7 @@ box = Toolbox(resolve_tools([f"mcp:{sys.executable} server.py"]), 60.0, counters
 
 def ask(name, **arguments):
     call = json.dumps({"name": name, "arguments": arguments})
-    return asyncio.run(box.replies(f"<tool_call>{call}</tool_call>"))[0]["content"]
+    return asyncio.run(box.run_calls(f"<tool_call>{call}</tool_call>"))[0]["content"]
 
 seen = {"schema": box.schemas[0]["function"], "sum": ask("add", a=347, b=586)}
 seen["refusal"] = ask("add", a="many")

@@ -13,7 +13,7 @@ from ostinato.env.mixture import (
     compute_shares,
     count_places,
     label_prompts,
-    locate,
+    locate_place,
 )
 from ostinato.env.tasks import Rows
 from ostinato.types import Prompt
@@ -35,7 +35,7 @@ def test_a_place_in_the_tasks_own_stream_against_the_slow_twin(weights: list[flo
     """The twin walks the mixture from its beginning and counts."""
     seen = [0] * len(weights)
     for index in range(200):
-        task, place = locate(seed, compute_arcs(weights), index)
+        task, place = locate_place(seed, compute_arcs(weights), index)
         assert place == seen[task]
         seen[task] += 1
 
@@ -43,17 +43,17 @@ def test_a_place_in_the_tasks_own_stream_against_the_slow_twin(weights: list[flo
 @settings(max_examples=40, deadline=None)
 @given(weights=WEIGHTS, start=st.integers(0, 10**12), length=st.integers(1, 400))
 def test_every_stretch_has_the_tasks_by_their_weights(weights: list[float], start: int, length: int) -> None:
-    found = [locate(1, compute_arcs(weights), index)[0] for index in range(start, start + length)]
+    found = [locate_place(1, compute_arcs(weights), index)[0] for index in range(start, start + length)]
     for task, weight in enumerate(weights):
         assert abs(found.count(task) - length * weight / sum(weights)) < SLACK
 
 
 def test_the_order_is_what_it_was() -> None:
     """A change of it would change every run of a mixture that is repeated."""
-    order = [locate(0, compute_arcs([2, 1]), index) for index in range(10)]
+    order = [locate_place(0, compute_arcs([2, 1]), index) for index in range(10)]
     assert "".join("ab"[task] for task, _ in order) == "aababaabaa"
     assert [place for _, place in order] == [0, 1, 0, 2, 1, 3, 4, 2, 5, 6]
-    assert locate(7, compute_arcs([1, 3]), 10**15) == locate(7, compute_arcs([1.0, 3.0]), 10**15)
+    assert locate_place(7, compute_arcs([1, 3]), 10**15) == locate_place(7, compute_arcs([1.0, 3.0]), 10**15)
 
 
 def test_two_epochs_in_a_row_have_every_prompt() -> None:
@@ -83,5 +83,5 @@ def test_without_a_mixture_prompts_have_no_task() -> None:
 @pytest.mark.parametrize("count", [0, 1, 17])
 def test_the_first_places_are_counted(count: int) -> None:
     weights = {"a": 1.0, "b": 2.0, "c": 4.0}
-    found = [locate(3, compute_arcs([1, 2, 4]), index)[0] for index in range(count)]
+    found = [locate_place(3, compute_arcs([1, 2, 4]), index)[0] for index in range(count)]
     assert count_places(weights, 3, count) == {name: max(1, found.count(k)) for k, name in enumerate(weights)}

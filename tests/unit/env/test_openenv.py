@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from ostinato.env.adapters import OpenEnv
-from ostinato.env.custom import new_factory, seeds
+from ostinato.env.custom import make_factory, make_seed_prompts
 
 pytestmark = pytest.mark.slow
 
@@ -88,8 +88,12 @@ def test_episodes_are_sessions_of_the_server(url: str) -> None:
 
 def test_a_run_gets_its_prompts_from_the_server_and_what_is_not_clear_is_refused(url: str) -> None:
     name = "ostinato.env.adapters:OpenEnv"
-    make = new_factory(name, {"url": url, "observation": "{text}"})
-    texts = [prompt.messages[0]["content"] for prompt in seeds(make, name, "train", 0, 4) if prompt.messages]
+    make = make_factory(name, {"url": url, "observation": "{text}"})
+    texts = [
+        prompt.messages[0]["content"]
+        for prompt in make_seed_prompts(make, name, "train", 0, 4)
+        if prompt.messages
+    ]
     assert len(set(texts)) == 4 and all(text.startswith("What is") for text in texts)
     with pytest.raises(ValueError, match=r"observation has the texts \['text', 'hint'\]; name one"):
-        new_factory(name, {"url": url})
+        make_factory(name, {"url": url})

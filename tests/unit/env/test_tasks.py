@@ -19,9 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ostinato.env.adapters import Gem, TextArena, TextWorld
-from ostinato.env.arithmetic import PHRASINGS, Family, assign_split, rows
-from ostinato.env.custom import new_factory
-from ostinato.env.rows import prompt_from_row, read
+from ostinato.env.arithmetic import PHRASINGS, Family, assign_split, draw_prompts
+from ostinato.env.custom import make_factory
+from ostinato.env.rows import make_prompt, read_prompts
 from ostinato.env.tasks import Rows, check_disjoint, load_tasks
 from ostinato.types import Prompt
 
@@ -46,7 +46,7 @@ def fields(prompt: Prompt) -> tuple:
 @settings(max_examples=20, deadline=None)
 @given(SPLITS, SEEDS, st.integers(2, 6), st.integers(3, 8))
 def test_answers_are_right_and_natural(split: str, seed: int, digits: int, terms: int) -> None:
-    for prompt in rows(split, seed, 40, digits=digits, terms=terms):
+    for prompt in draw_prompts(split, seed, 40, digits=digits, terms=terms):
         answer = int(columns(prompt, "answer"))
         assert answer == obvious(columns(prompt, "expression")) >= 0
 
@@ -54,20 +54,24 @@ def test_answers_are_right_and_natural(split: str, seed: int, digits: int, terms
 @settings(max_examples=20, deadline=None)
 @given(SEEDS, SEEDS)
 def test_no_evaluation_problem_is_trained_on(train_seed: int, eval_seed: int) -> None:
-    trained = {" ".join(sorted(columns(p, "expression").split())) for p in rows("train", train_seed, 300)}
-    held_out = {" ".join(sorted(columns(p, "expression").split())) for p in rows("eval", eval_seed, 300)}
+    trained = {
+        " ".join(sorted(columns(p, "expression").split())) for p in draw_prompts("train", train_seed, 300)
+    }
+    held_out = {
+        " ".join(sorted(columns(p, "expression").split())) for p in draw_prompts("eval", eval_seed, 300)
+    }
     assert not trained & held_out
 
 
 @settings(max_examples=20, deadline=None)
 @given(SPLITS, SEEDS, st.integers(1, 60))
 def test_same_address_same_stream_and_more_rows_only_continue_it(split: str, seed: int, n: int) -> None:
-    short, long = rows(split, seed, n), rows(split, seed, 60)
+    short, long = draw_prompts(split, seed, n), draw_prompts(split, seed, 60)
     assert [fields(p) for p in short] == [fields(p) for p in long[:n]]
 
 
 def test_families_are_drawn_evenly_and_sentences_hold_the_expression() -> None:
-    prompts = rows("train", 0, 1000)
+    prompts = draw_prompts("train", 0, 1000)
     for family in Family:
         assert 150 < sum(p.columns["family"] == family for p in prompts) < 250
     for prompt in prompts:
@@ -79,7 +83,7 @@ def test_families_are_drawn_evenly_and_sentences_hold_the_expression() -> None:
 
 @pytest.mark.parametrize("family", list(Family))
 def test_parameters_bound_the_problems(family: Family) -> None:
-    for prompt in rows("train", 0, 100, families=[family], digits=4, terms=4):
+    for prompt in draw_prompts("train", 0, 100, families=[family], digits=4, terms=4):
         assert prompt.columns["family"] == family
         numbers = re.findall(r"\d+", columns(prompt, "expression"))
         assert max(map(len, numbers)) <= 4
@@ -112,7 +116,7 @@ def test_an_eighth_of_the_problems_is_held_out() -> None:
 )
 def test_bad_parameters_are_named(arguments: dict, names: str) -> None:
     with pytest.raises(ValueError, match=re.escape(names)):
-        rows(**{"split": "train", "seed": 0, "n": 4, **arguments})
+        draw_prompts(**{"split": "train", "seed": 0, "n": 4, **arguments})
 
 
 # ---- rows of other projects become prompts; a bad row is named by file and number
@@ -127,8 +131,8 @@ def jsonl(path: Path, *rows: Any) -> str:
 
 
 def test_text_and_chat_rows_keep_their_other_columns() -> None:
-    text = prompt_from_row({"prompt": "2+2?", "answer": 4, "level": 1}, "row 1")
-    chat = prompt_from_row({"prompt": CHAT, "solution": "4", "id": 7}, "row 2")
+    text = make_prompt({"prompt": "2+2?", "answer": 4, "level": 1}, "row 1")
+    chat = make_prompt({"prompt": CHAT, "solution": "4", "id": 7}, "row 2")
     assert (text.text, text.messages, text.columns) == ("2+2?", None, {"answer": 4, "level": 1})
     assert chat.messages == tuple(CHAT)
     assert chat.columns == {"solution": "4", "id": 7, "answer": "4"}
@@ -143,7 +147,7 @@ def test_verl_and_skyrl_rows(key: str) -> None:
         key: {"style": "rule", "ground_truth": "4"},
         "extra_info": {"index": 3},
     }
-    prompt = prompt_from_row(row, "row 1")
+    prompt = make_prompt(row, "row 1")
     assert prompt.columns["answer"] == "4"
     assert prompt.columns["data_source"] == "gsm8k"
     assert prompt.columns["extra_info"] == {"index": 3}
@@ -157,25 +161,25 @@ def test_rows_of_csv_and_of_a_compressed_file_are_those_of_jsonl(tmp_path: Path)
     with (tmp_path / "rows.csv").open("w", newline="") as file:
         csv.writer(file).writerows([["prompt", "answer"], *([row["prompt"], row["answer"]] for row in rows)])
     for name in ("rows.jsonl.gz", "rows.csv"):
-        read_ = read(str(tmp_path / name), "train")
+        read_ = read_prompts(str(tmp_path / name), "train")
         assert [(one.text, one.columns["answer"]) for one in read_] == [
             (row["prompt"], row["answer"]) for row in rows
         ]
     (tmp_path / "torn.csv").write_text("prompt,answer\n1+1?,2,3\n")
     with pytest.raises(ValueError, match=r"torn\.csv is not CSV .*row 1 has more values"):
-        read(str(tmp_path / "torn.csv"), "train")
+        read_prompts(str(tmp_path / "torn.csv"), "train")
 
 
 def test_a_uid_is_the_content_and_not_the_place() -> None:
     row = {"prompt": CHAT, "answer": "4"}
-    assert prompt_from_row(row, "row 1").uid == prompt_from_row(row | {"more": 1}, "row 9").uid
-    assert prompt_from_row(row, "row 1").uid != prompt_from_row(row | {"answer": "5"}, "row 1").uid
+    assert make_prompt(row, "row 1").uid == make_prompt(row | {"more": 1}, "row 9").uid
+    assert make_prompt(row, "row 1").uid != make_prompt(row | {"answer": "5"}, "row 1").uid
 
 
 def test_a_text_prompt_has_empty_columns_of_the_template() -> None:
     """A table that has chats with tools as well gives each row these columns."""
     empty = {"tools": [], "chat_template_kwargs": None}
-    assert prompt_from_row({"prompt": "2+2?", "answer": "4", **empty}, "row 1").text == "2+2?"
+    assert make_prompt({"prompt": "2+2?", "answer": "4", **empty}, "row 1").text == "2+2?"
 
 
 @pytest.mark.parametrize(
@@ -207,7 +211,7 @@ def test_a_bad_row_is_named(tmp_path: Path, row: Any, sentence: str) -> None:
     template writes, were dropped."""
     source = jsonl(tmp_path / "rows.jsonl", {"prompt": "1+1?", "answer": "2", "id": "a"}, row)
     with pytest.raises(ValueError, match=sentence):
-        read(source, "train")
+        read_prompts(source, "train")
 
 
 def test_a_parquet_text_that_is_no_utf8_is_named(tmp_path: Path) -> None:
@@ -221,14 +225,14 @@ def test_a_parquet_text_that_is_no_utf8_is_named(tmp_path: Path) -> None:
     table = pyarrow.table({"prompt": texts, "answer": ["1", "2"]})
     parquet.write_table(table, tmp_path / "rows.parquet")
     with pytest.raises(ValueError, match=r"one of the rows 1 to 2 of .* not UTF-8"):
-        read(str(tmp_path / "rows.parquet"), "train")
+        read_prompts(str(tmp_path / "rows.parquet"), "train")
 
 
 def test_an_empty_or_foreign_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has no rows; write"):
-        read(jsonl(tmp_path / "rows.jsonl"), "train")
+        read_prompts(jsonl(tmp_path / "rows.jsonl"), "train")
     with pytest.raises(ValueError, match=r"use a \.jsonl, \.csv or \.parquet file"):
-        read(jsonl(tmp_path / "rows.xlsx", "a,b"), "train")
+        read_prompts(jsonl(tmp_path / "rows.xlsx", "a,b"), "train")
 
 
 @pytest.mark.slow
@@ -237,12 +241,12 @@ def test_parquet_reads_as_jsonl(tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     rows = [{"prompt": CHAT, "answer": "4", "level": k} for k in range(3)]
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    theirs = read(str(tmp_path / "rows.parquet"), "train")
-    ours = read(jsonl(tmp_path / "rows.jsonl", *rows), "train")
+    theirs = read_prompts(str(tmp_path / "rows.parquet"), "train")
+    ours = read_prompts(jsonl(tmp_path / "rows.jsonl", *rows), "train")
     assert [(p.uid, p.messages, p.columns) for p in theirs] == [(p.uid, p.messages, p.columns) for p in ours]
     (tmp_path / "bad.parquet").write_text("no parquet")
     with pytest.raises(ValueError, match="is not a parquet file"):
-        read(str(tmp_path / "bad.parquet"), "train")
+        read_prompts(str(tmp_path / "bad.parquet"), "train")
 
 
 def test_a_datasets_folder_has_its_own_splits(tmp_path: Path) -> None:
@@ -257,7 +261,7 @@ def test_a_datasets_folder_has_its_own_splits(tmp_path: Path) -> None:
     datasets.DatasetDict(train=train).save_to_disk(str(tmp_path / "one"))
 
     def texts(folder: str, split: str, **options: Any) -> list[str | None]:
-        return [prompt.text for prompt in read(str(tmp_path / folder), split, **options)]
+        return [prompt.text for prompt in read_prompts(str(tmp_path / folder), split, **options)]
 
     assert texts("plain", "train") == texts("both", "train") == texts("one", "train") == rows["prompt"]
     assert texts("both", "eval") == ["5+5?"]
@@ -356,23 +360,23 @@ def test_as_many_rows_are_held_out_as_the_share_says(
 ) -> None:
     """A threshold for the hash of each row made 0.2 of 20 rows 1 row, and an evaluation of one prompt."""
     source = write_rows(tmp_path / "rows.jsonl", rows)
-    train, held = (read(source, split, holdout=share) for split in ("train", "eval"))
+    train, held = (read_prompts(source, split, holdout=share) for split in ("train", "eval"))
     assert len(held) == count and len(train) == rows - count
-    longer = read(write_rows(tmp_path / "more.jsonl", rows + 1), "eval", holdout=share)
+    longer = read_prompts(write_rows(tmp_path / "more.jsonl", rows + 1), "eval", holdout=share)
     assert len({one.text for one in held} - {one.text for one in longer}) <= 1
 
 
 def test_equal_prompts_are_held_out_together_and_none_is_lost(tmp_path: Path) -> None:
     twice = [{"prompt": f"{k // 2}+0?", "answer": str(k // 2), "id": k} for k in range(20)]
     source = jsonl(tmp_path / "rows.jsonl", *twice, *({"prompt": "many?", "answer": "1"} for _ in range(10)))
-    train, held = (read(source, split, holdout=0.2) for split in ("train", "eval"))
+    train, held = (read_prompts(source, split, holdout=0.2) for split in ("train", "eval"))
     assert len(train) + len(held) == 30 and len(held) == 6
     assert not {one.text for one in train} & {one.text for one in held}
 
 
 def test_where_every_question_comes_often_the_rarest_is_held_out(tmp_path: Path) -> None:
     often = [{"prompt": f"{k % 3 % 2}+0?", "answer": "1", "id": k} for k in range(12)]
-    held = read(jsonl(tmp_path / "rows.jsonl", *often), "eval", holdout=0.1)
+    held = read_prompts(jsonl(tmp_path / "rows.jsonl", *often), "eval", holdout=0.1)
     assert [one.text for one in held] == ["1+0?"] * 4
 
 
@@ -380,12 +384,12 @@ def test_rows_need_no_answer_but_then_none_has_one(tmp_path: Path) -> None:
     """TRL needs ``prompt`` alone, and a reward of the length or a judge reads no answer: such rows were
     refused."""
     source = jsonl(tmp_path / "rows.jsonl", {"prompt": "Sing."}, {"prompt": "Whistle.", "answer": None})
-    assert [one.columns.get("answer", "none") for one in read(source, "train")] == ["none", "none"]
+    assert [one.columns.get("answer", "none") for one in read_prompts(source, "train")] == ["none", "none"]
     source = jsonl(tmp_path / "some.jsonl", {"prompt": "2+2?", "answer": "4"}, {"prompt": "Sing."})
     with pytest.raises(ValueError, match=r"row 2 of .* has no answer"):
-        read(source, "train")
+        read_prompts(source, "train")
     with pytest.raises(ValueError, match=r"row 2 of .* has no 'label'"):
-        read(
+        read_prompts(
             jsonl(tmp_path / "l.jsonl", {"prompt": "a", "label": 1}, {"prompt": "b"}),
             "train",
             answer_column="label",
@@ -417,7 +421,7 @@ def test_calls_tools_and_names_of_the_template_are_kept(tmp_path: Path, form: st
         pyarrow = pytest.importorskip("pyarrow")
         source = str(tmp_path / "rows.parquet")
         pytest.importorskip("pyarrow.parquet").write_table(pyarrow.Table.from_pylist(rows), source)
-    first, second = read(source, "train")
+    first, second = read_prompts(source, "train")
     assert first.messages == (
         {**ASKED[0]},
         {"role": "assistant", "content": "", "tool_calls": [CALL]},
@@ -426,7 +430,7 @@ def test_calls_tools_and_names_of_the_template_are_kept(tmp_path: Path, form: st
     assert second.messages and second.messages[1]["tool_calls"] == [other]
     assert first.tools == (TOOL,) and first.template_kwargs == names
     texts = {**row, "tools": json.dumps([TOOL]), "chat_template_kwargs": '{"enable_thinking": false}'}
-    again = prompt_from_row(texts, "row 1")
+    again = make_prompt(texts, "row 1")
     assert again.tools == first.tools and again.template_kwargs == first.template_kwargs
 
 
@@ -448,7 +452,7 @@ def test_calls_tools_and_names_of_the_template_are_kept(tmp_path: Path, form: st
 )
 def test_what_the_template_cannot_be_given_is_named(row: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=f"row 3: .*{words}|row 3 has {words}"):
-        prompt_from_row({"answer": "7", **row}, "row 3")
+        make_prompt({"answer": "7", **row}, "row 3")
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device"])
@@ -483,7 +487,7 @@ def test_a_text_is_what_a_user_says_where_params_ask_for_a_chat(tmp_path: Path) 
 @pytest.mark.parametrize("gold", ["answer", "solution", "ground_truth", "label"])
 def test_columns_of_public_datasets_are_known(column: str, gold: str) -> None:
     asked: Any = [{"role": "user", "content": "1+1?"}] if column == "messages" else "1+1?"
-    prompt = prompt_from_row({column: asked, gold: "2", "hint": "x"}, "row 1")
+    prompt = make_prompt({column: asked, gold: "2", "hint": "x"}, "row 1")
     assert (prompt.text or prompt.messages) and prompt.columns["answer"] == "2"
     assert prompt.columns["hint"] == "x" and column not in prompt.columns
 
@@ -492,8 +496,8 @@ def test_messages_of_a_finished_chat_are_no_prompt() -> None:
     """Rows of SFT: trained on as they are, the policy would go on behind the whole answer."""
     chat = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
     with pytest.raises(ValueError, match="prompt_column"):
-        prompt_from_row({"messages": chat}, "row 1")
-    assert prompt_from_row({"messages": chat}, "row 1", "messages").prefill == "2"
+        make_prompt({"messages": chat}, "row 1")
+    assert make_prompt({"messages": chat}, "row 1", "messages").prefill == "2"
 
 
 @pytest.mark.parametrize(
@@ -575,7 +579,7 @@ def test_of_a_wordy_game_only_what_is_shown_is_read(monkeypatch: pytest.MonkeyPa
     assert game.step("#### 7")[:2] == ("lower than 7", 0.5)
     assert game.step("none")[0] == "That is none."  # without a match all of it is
     with pytest.raises(ValueError, match=r"task.env 'ostinato.env.adapters:Gem' .* unterminated"):
-        new_factory("ostinato.env.adapters:Gem", {"id": "wordy", "shown": "[0-9"})
+        make_factory("ostinato.env.adapters:Gem", {"id": "wordy", "shown": "[0-9"})
 
 
 def test_a_package_that_is_missing_is_named() -> None:
@@ -584,4 +588,4 @@ def test_a_package_that_is_missing_is_named() -> None:
             __import__(package)
         except ModuleNotFoundError:
             with pytest.raises(ValueError, match=f"install it: pip install {package}"):
-                new_factory(f"ostinato.env.adapters:{game.__name__}", params)
+                make_factory(f"ostinato.env.adapters:{game.__name__}", params)

@@ -21,7 +21,7 @@ from ostinato.hf.factors import init_sites, read_folder, write_folder  # noqa: E
 from ostinato.hf.model import TransformersModel, load_transformers  # noqa: E402
 from ostinato.model.decoder import Decoder  # noqa: E402
 from ostinato.model.hf import load_model  # noqa: E402
-from ostinato.model.hf_names import hf_module  # noqa: E402
+from ostinato.model.hf_names import name_hf_module  # noqa: E402
 from ostinato.model.lora import Adapters, init_adapters  # noqa: E402
 from ostinato.model.packed import PackedAttention  # noqa: E402
 from ostinato.model.peft_io import write_peft  # noqa: E402
@@ -40,7 +40,7 @@ WINDOWS = {
 
 
 def trained(adapters: Adapters) -> Adapters:
-    for leaf in adapters.leaves().values():
+    for leaf in adapters.list_leaves().values():
         leaf.requires_grad_()
     return adapters
 
@@ -86,7 +86,7 @@ def test_losses_and_gradients_are_those_of_our_decoder(both: Callable[[str], Bot
     batch = batch_of(samples_of(decoder, native, groups=2, siblings=2, answer=7))
     losses, counts = [], []
     for base, adapters in ((decoder, native), (model, theirs)):
-        for leaf in adapters.leaves().values():
+        for leaf in adapters.list_leaves().values():
             leaf.grad = None
         parts = [
             as_inputs(one, torch.device("cpu"), moe=mixture, replay=mixture) for one in batch.microbatches
@@ -100,7 +100,7 @@ def test_losses_and_gradients_are_those_of_our_decoder(both: Callable[[str], Bot
     for name, pair in native.tensors.items():
         if ".experts." in name:
             continue
-        module = hf_module(name, "qwen3_moe" if mixture else model_type)
+        module = name_hf_module(name, "qwen3_moe" if mixture else model_type)
         for ours, other in zip(pair, theirs.tensors[module], strict=True):
             torch.testing.assert_close(other.grad, ours.grad, rtol=1e-4, atol=1e-6)
     for layer in decoder.config.moe.layers if decoder.config.moe else ():
@@ -189,7 +189,7 @@ def test_families_that_our_decoder_has_not(
     learned = first.adapters()
     write_folder(learned, tmp_path, str(folder))  # type: ignore[arg-type]
     read = read_folder(tmp_path, model.sites, "cpu")
-    assert all(torch.equal(read.leaves()[name], leaf) for name, leaf in learned.leaves().items())  # type: ignore[union-attr]
+    assert all(torch.equal(read.list_leaves()[name], leaf) for name, leaf in learned.list_leaves().items())  # type: ignore[union-attr]
     tokens = torch.arange(11) * 7 % SIZES["vocab_size"]
     rows = PackedAttention((Segment(start=0, stop=11),))
     with torch.no_grad():

@@ -17,7 +17,7 @@ from ostinato.hf.factors import read_folder  # noqa: E402
 from ostinato.hf.model import load_transformers  # noqa: E402
 from ostinato.launch.machine import choose_backend, resolve_backend  # noqa: E402
 from ostinato.launch.session import learn, resume  # noqa: E402
-from ostinato.model.named import model_folder  # noqa: E402
+from ostinato.model.named import find_model_folder  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,8 @@ def test_a_run_of_gemma2_learns_resumes_and_exports(gemma: Path, tmp_path: Path)
     resume(part.folder, "trainer.steps=3", quiet=True)
     model = load_transformers(gemma, dtype=torch.float32, device="cpu")
     first, second = (
-        read_folder(folder / "adapter", model.sites, "cpu").leaves() for folder in (whole.folder, part.folder)
+        read_folder(folder / "adapter", model.sites, "cpu").list_leaves()
+        for folder in (whole.folder, part.folder)
     )
     assert first.keys() == second.keys() and any(leaf.abs().sum() > 0 for leaf in first.values())
     assert all(torch.equal(first[name], second[name]) for name in first)
@@ -64,7 +65,7 @@ def test_a_run_of_gemma2_learns_resumes_and_exports(gemma: Path, tmp_path: Path)
 
 
 def test_auto_takes_our_decoder_where_it_has_the_family(gemma: Path, tmp_path: Path) -> None:
-    assert choose_backend(model_folder("asset:seed-moe"))[0] == "native"
+    assert choose_backend(find_model_folder("asset:seed-moe"))[0] == "native"
     name, why = choose_backend(gemma)
     assert name == "transformers" and "gemma2" in why
 

@@ -22,7 +22,7 @@ from ostinato.algo.algorithms import Anchor, Loss
 from ostinato.algo.offpolicy import Correction
 from ostinato.algo.pack import Aggregation, aggregation_weights, pack
 from ostinato.config import Recipe, dump_toml
-from ostinato.env.rows import read, with_columns
+from ostinato.env.rows import add_columns, read_prompts
 from ostinato.every import Axis, Every
 from ostinato.launch.checks import (
     check_columns,
@@ -46,7 +46,7 @@ from ostinato.launch.trainer import new_adapters
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.flops import FlopModel, Part, Rates
-from ostinato.model.named import model_folder
+from ostinato.model.named import find_model_folder
 from ostinato.model.peft_io import save_peft
 from ostinato.observe.page import solved_at as solved_at_in_report
 from ostinato.pipeline.evaluate import Evaluation, digest_evaluation
@@ -215,9 +215,9 @@ def test_columns_of_a_task_fill_what_rows_lack() -> None:
         Prompt(uid=str(n), text="?", columns=columns)
         for n, columns in enumerate(({}, {"length": None}, {"length": 3}))
     ]
-    assert [row.columns["length"] for row in with_columns(rows, {"length": 20})] == [20, 20, 3]
+    assert [row.columns["length"] for row in add_columns(rows, {"length": 20})] == [20, 20, 3]
     with pytest.raises(ValueError, match="in_thought"):
-        with_columns(rows, {"in_thought": True})
+        add_columns(rows, {"in_thought": True})
 
 
 def interrupting(**rollout: Any) -> Recipe:
@@ -226,7 +226,7 @@ def interrupting(**rollout: Any) -> Recipe:
 
 
 def test_an_interrupted_answer_is_as_long_as_its_parts_whatever_max_tokens_says() -> None:
-    renderer = Renderer(model_folder("asset:seed-moe"))
+    renderer = Renderer(find_model_folder("asset:seed-moe"))
     found = new_interruption(interrupting().rollout, renderer)
     assert found is not None and (found.shortest, found.longest, found.answer_tokens) == (8, 12, 4)
     assert renderer.decode(found.phrase) == " ####" and found.think_end == "</think>"
@@ -248,12 +248,12 @@ def test_an_interrupted_answer_is_as_long_as_its_parts_whatever_max_tokens_says(
 def test_a_chat_of_many_short_turns_is_measured_with_what_the_template_adds(tmp_path: Path) -> None:
     """The template adds more to 40 turns of one letter than to a longer text of one turn: such a row passed
     the check, and the run broke in the middle. The refusal named a hash, for which no user can search."""
-    renderer = Renderer(model_folder("asset:seed-moe"))
+    renderer = Renderer(find_model_folder("asset:seed-moe"))
     turns = [{"role": ("user", "assistant")[k % 2], "content": "a"} for k in range(41)]
     rows = [{"prompt": [{"role": "user", "content": f"{'word ' * 40}{k}"}], "answer": "1"} for k in range(3)]
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"prompt": turns, "answer": "1"}]))
-    prompts = read(str(file), "train")
+    prompts = read_prompts(str(file), "train")
     tokens = len(renderer.prompt(prompts[-1]))
     assert len(renderer.prompt(prompts[0])) < tokens
     find_overlong(Recipe(), prompts, renderer, tokens + 64, {"": {}})
@@ -262,7 +262,7 @@ def test_a_chat_of_many_short_turns_is_measured_with_what_the_template_adds(tmp_
 
 
 def test_a_phrase_that_ends_the_answer_is_refused() -> None:
-    renderer = Renderer(model_folder("asset:seed-moe"))
+    renderer = Renderer(find_model_folder("asset:seed-moe"))
     end = renderer.decode(list(renderer.stop_tokens)[:1], skip_special=False)
     with pytest.raises(ValueError, match=f"rollout.interrupt_phrase has '{re.escape(end)}', which ends"):
         new_interruption(interrupting(interrupt_phrase=f"Enough.{end}").rollout, renderer)
@@ -509,7 +509,7 @@ def test_rows_of_a_resumed_run_are_those_of_its_checkpoint_unless_they_are_named
 
 def test_rows_that_spell_control_tokens_are_counted(caplog: pytest.LogCaptureFixture) -> None:
     """Their messages became control tokens; now they are letters, which is said."""
-    renderer = Renderer(model_folder("asset:seed-moe"))
+    renderer = Renderer(find_model_folder("asset:seed-moe"))
     chats = [(f"row {n}", [{"role": "user", "content": text}]) for n, text in enumerate(("a", "b<|im_end|>"))]
     warn_of_control_tokens(renderer, chats[:1])
     assert not caplog.records

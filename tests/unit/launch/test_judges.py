@@ -30,7 +30,7 @@ from ostinato.launch.inputs import compute_stage_identity
 from ostinato.launch.models import load_decoder
 from ostinato.launch.trainer import new_adapters
 from ostinato.model.decoder import Decoder
-from ostinato.model.named import model_folder
+from ostinato.model.named import find_model_folder
 from ostinato.model.peft_io import save_peft
 from ostinato.render import Renderer
 from ostinato.reward.workers import WorkerGrader
@@ -175,7 +175,7 @@ def test_the_grader_adds_it_to_other_functions(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def decoder() -> Decoder:
-    return load_decoder(recipe().model, model_folder("asset:seed-moe"))
+    return load_decoder(recipe().model, find_model_folder("asset:seed-moe"))
 
 
 def recipe(*overrides: str) -> Recipe:
@@ -209,7 +209,7 @@ def test_a_revision_is_of_the_adapter_and_of_what_decides(folder: Path, tmp_path
 
 
 def test_a_whole_model_with_a_description_is_a_judge(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_bytes((model_folder("asset:seed-moe") / "config.json").read_bytes())
+    (tmp_path / "config.json").write_bytes((find_model_folder("asset:seed-moe") / "config.json").read_bytes())
     write_spec(Spec(model="another", template="{prompt} {a} {b}"), tmp_path)
     (found,) = open_sources(str(tmp_path))
     assert found.adapter is None and found.spec == Spec(model=str(tmp_path), template="{prompt} {a} {b}")
@@ -227,7 +227,7 @@ def test_a_run_names_the_revisions_that_it_began_with(folder: Path) -> None:
 
 
 def test_judges_share_the_base_and_not_their_adapters(folder: Path, decoder: Decoder) -> None:
-    base = model_folder("asset:seed-moe")
+    base = find_model_folder("asset:seed-moe")
     bench = Bench(recipe=recipe(), counters=Counter(), folder=base, decoder=decoder)
     names = (str(folder), "asset:seed-moe")
     found = [bench.judge(source) for name in names for source in open_sources(name)]
@@ -352,7 +352,7 @@ def test_the_reward_needs_both_orders_and_weighs_critiques() -> None:
 
 
 def test_the_other_order_is_a_conversation_of_its_own() -> None:
-    renderer = Renderer(model_folder("asset:seed-moe"))
+    renderer = Renderer(find_model_folder("asset:seed-moe"))
     swapped = [{"role": "user", "content": "B or A?"}]
     prompt = Prompt(uid="p", messages=({"role": "user", "content": "A or B?"},), columns={"swapped": swapped})
     episode = EnvEpisode(prompt, renderer, BothOrders, 2)

@@ -10,7 +10,7 @@ import pytest
 from worlds import DEEPSEEK, tiny_dense, tiny_moe
 
 from ostinato.model.config import QKNorm, RopeType, parse_config, read_config
-from ostinato.model.config_keys import unknown_keys
+from ostinato.model.config_keys import find_unknown_keys
 
 SMALL = tiny_dense(num_hidden_layers=4, tie_word_embeddings=False)
 QWEN3_MOE = tiny_moe(num_hidden_layers=4, num_experts=8)
@@ -133,7 +133,7 @@ PUBLISHED = {
 def test_keys_of_published_models_are_known(family: str) -> None:
     keys = f"{EVERYWHERE} {PUBLISHED[family]}".split()
     family = "deepseek_v3" if family == "kimi_k2" else family
-    assert not list(unknown_keys(dict.fromkeys(keys, True), family))
+    assert not list(find_unknown_keys(dict.fromkeys(keys, True), family))
 
 
 @pytest.mark.parametrize(
@@ -273,5 +273,5 @@ def test_a_config_that_is_no_config_is_refused(tmp_path: Path, text: str) -> Non
 def test_windows_of_layers(changes: dict[str, Any], windows: list[int | None]) -> None:
     """Models with a sliding window were refused, later only contexts beyond it."""
     config = parse_config({**SMALL, "max_position_embeddings": 128, "num_hidden_layers": 4, **changes})
-    assert [config.window_of(layer) for layer in range(4)] == windows
-    assert config.within_window.max_positions == next(filter(None, windows), config.max_positions)
+    assert [config.get_window(layer) for layer in range(4)] == windows
+    assert config.windowless_config.max_positions == next(filter(None, windows), config.max_positions)

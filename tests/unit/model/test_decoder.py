@@ -19,7 +19,7 @@ from ostinato.model.attention import CausalAttention
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import init_adapters
-from ostinato.model.peft_io import merge, rounding_error
+from ostinato.model.peft_io import compute_rounding_error, merge_adapters
 from ostinato.model.shapes import AdapterSpec, ExpertScheme
 from ostinato.model.weights import Moe
 from ostinato.types import Segment
@@ -102,7 +102,7 @@ def test_merged_equals_unmerged(family: str, scheme: ExpertScheme) -> None:
     )
     base, routing = decoder(TOKENS, POSITIONS, CausalAttention())
     unmerged, _ = decoder(TOKENS, POSITIONS, CausalAttention(), adapters=adapters, routing=routing)
-    merged, _ = merge(decoder, adapters)(TOKENS, POSITIONS, CausalAttention(), routing=routing)
+    merged, _ = merge_adapters(decoder, adapters)(TOKENS, POSITIONS, CausalAttention(), routing=routing)
     assert (unmerged - base).abs().max() > 1e-2
     torch.testing.assert_close(merged, unmerged, atol=2e-5, rtol=1e-5)
     assert torch.equal(decoder(TOKENS, POSITIONS, CausalAttention())[0], base), "the original was changed"
@@ -114,11 +114,11 @@ def test_rounding_error_of_a_merge_is_the_share_of_the_update_that_is_lost(size:
     weight is often below half a unit in its last place, and the export did not say so."""
     decoder = tiny("llama")
     adapters = adapters_of(decoder, size=size)
-    assert rounding_error(decoder, merge(decoder, adapters), adapters) < 1e-2
+    assert compute_rounding_error(decoder, merge_adapters(decoder, adapters), adapters) < 1e-2
     narrow = copy.deepcopy(decoder).bfloat16()
-    error = rounding_error(narrow, merge(narrow, adapters), adapters)
+    error = compute_rounding_error(narrow, merge_adapters(narrow, adapters), adapters)
     assert (error == pytest.approx(1.0, abs=0.05)) if size < 1e-3 else (error < 0.2)
-    assert rounding_error(narrow, narrow, adapters) == 1.0
+    assert compute_rounding_error(narrow, narrow, adapters) == 1.0
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v3"])
@@ -163,7 +163,7 @@ def test_adapter_gradients_are_those_through_merged_weights(family: str) -> None
     """Chain rule by hand: dL/dA = s B^T dL/dW and dL/dB = s dL/dW A^T, with dL/dW of the merged model."""
     decoder = tiny(family)
     adapters = adapters_of(decoder, targets=("attn", "mlp", "shared", "experts"))
-    merged = merge(decoder, adapters).trainable(True)
+    merged = merge_adapters(decoder, adapters).set_trainable(True)
     with torch.no_grad():
         _, routing = decoder(TOKENS, POSITIONS, CausalAttention(), adapters=adapters)
     hidden, _ = merged(TOKENS, POSITIONS, CausalAttention(), routing=routing)
@@ -175,7 +175,7 @@ def test_adapter_gradients_are_those_through_merged_weights(family: str) -> None
         full = stored[id(weight._base if weight._base is not None else weight)]
         assert full is not None
         grad = torch.as_strided(full, weight.shape, weight.stride(), weight.storage_offset())
-        scale = adapters.spec.scale_of(name)
+        scale = adapters.spec.get_scale(name)
         grad_a, grad_b = scale * b.detach().mT @ grad, scale * grad @ a.detach().mT
         expected += [g.sum(0) if g.dim() > t.dim() else g for g, t in ((grad_a, a), (grad_b, b))]
     actual = gradients(decoder, adapters, routing=routing)
@@ -207,7 +207,7 @@ def test_fp32_head(family: str) -> None:
 
 def test_full_training_gradients_match_finite_differences() -> None:
     """Every parameter of a float64 model, in one random direction each."""
-    decoder = tiny("qwen3_moe", dtype=torch.float64).double().trainable(True)
+    decoder = tiny("qwen3_moe", dtype=torch.float64).double().set_trainable(True)
     with torch.no_grad():
         _, routing = decoder(TOKENS, POSITIONS, CausalAttention())
 

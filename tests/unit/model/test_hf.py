@@ -15,7 +15,7 @@ from ostinato.model.attention import CausalAttention
 from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.hf import load_model, save_model
-from ostinato.model.named import is_hub_name, is_model_name, model_folder
+from ostinato.model.named import find_model_folder, is_hub_name, is_model_name
 
 BASE = tiny_dense(tie_word_embeddings=False, max_position_embeddings=64, initializer_range=0.2)
 MOE = {"num_experts": 4, "num_experts_per_tok": 2}
@@ -257,7 +257,7 @@ def test_a_config_that_is_larger_than_the_weights_takes_no_memory(tmp_path: Path
 )
 def test_what_is_no_model_is_refused(name: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
-        model_folder(name)
+        find_model_folder(name)
 
 
 def test_names_of_models_and_of_recipes_are_told_apart() -> None:

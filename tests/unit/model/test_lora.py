@@ -11,7 +11,7 @@ from worlds import tiny_dense
 
 from ostinato.model.config import parse_config
 from ostinato.model.lora import init_adapters
-from ostinato.model.shapes import AdapterSpec, adapter_shapes
+from ostinato.model.shapes import AdapterSpec, compute_adapter_shapes
 
 BASE = tiny_dense(tie_word_embeddings=False, max_position_embeddings=64)
 QWEN3_MOE = parse_config(
@@ -22,15 +22,15 @@ LLAMA = parse_config(BASE)
 
 
 def test_roles_that_a_model_lacks_are_skipped_and_single_maps_refused() -> None:
-    assert {name.split(".", 2)[2] for name in adapter_shapes(LLAMA, AdapterSpec())} == {
+    assert {name.split(".", 2)[2] for name in compute_adapter_shapes(LLAMA, AdapterSpec())} == {
         "attn.q", "attn.k", "attn.v", "attn.o", "mlp.gate", "mlp.up", "mlp.down",
     }  # fmt: skip
     with pytest.raises(ValueError, match=r"experts\.down.*llama has attn\.k"):
-        adapter_shapes(LLAMA, AdapterSpec(targets=("attn", "experts.down")))
+        compute_adapter_shapes(LLAMA, AdapterSpec(targets=("attn", "experts.down")))
     with pytest.raises(ValueError, match="match nothing"):
-        adapter_shapes(LLAMA, AdapterSpec(targets=("experts", "router")))
-    assert not any("router" in name for name in adapter_shapes(QWEN3_MOE, AdapterSpec()))
-    assert "layers.1.router" in adapter_shapes(QWEN3_MOE, AdapterSpec(targets=("router",)))
+        compute_adapter_shapes(LLAMA, AdapterSpec(targets=("experts", "router")))
+    assert not any("router" in name for name in compute_adapter_shapes(QWEN3_MOE, AdapterSpec()))
+    assert "layers.1.router" in compute_adapter_shapes(QWEN3_MOE, AdapterSpec(targets=("router",)))
 
 
 @pytest.mark.parametrize(

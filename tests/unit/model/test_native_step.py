@@ -270,7 +270,7 @@ def test_rotations_of_a_table_are_those_of_any_row() -> None:
     """The step looks cos and sin up by position; torch must give a position the same bits in any tensor."""
     for dtype in DTYPES:
         decoder = model(FAMILIES["llama"], dtype)
-        cos, sin = decoder.rotations(torch.arange(3000))
+        cos, sin = decoder.compute_rotations(torch.arange(3000))
         for positions in (torch.tensor([7]), torch.tensor([2999, 3, 11]), torch.arange(100, 117)):
-            assert torch.equal(decoder.rotations(positions)[0], cos[positions])
-            assert torch.equal(decoder.rotations(positions)[1], sin[positions])
+            assert torch.equal(decoder.compute_rotations(positions)[0], cos[positions])
+            assert torch.equal(decoder.compute_rotations(positions)[1], sin[positions])

@@ -16,7 +16,14 @@ from torch import Tensor
 from ostinato.model.config import MoEConfig, Scoring
 from ostinato.model.elementwise import add_rms_norm, rms_norm, rope, silu_mul
 from ostinato.model.lora import Lora, lora_linear
-from ostinato.model.moe import ExpertLora, choose, experts, grouped_linear, route, routing_margins
+from ostinato.model.moe import (
+    ExpertLora,
+    choose_experts,
+    compute_routing_margins,
+    experts,
+    grouped_linear,
+    route,
+)
 from ostinato.model.ops import TORCH_OPS
 
 
@@ -187,7 +194,7 @@ def test_group_limit_and_correction_bias_by_hand() -> None:
     scores = torch.tensor([[0.8, 0.1, 0.4, 0.4, 0.3, 0.5, 0.7, 0.2]])
     bias = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.5, 0.0, 0.1, 0.0])
     moe = replace(DEEPSEEK, top_k=2)
-    assert sorted(choose(scores, moe, bias)[0].tolist()) == [4, 6]
+    assert sorted(choose_experts(scores, moe, bias)[0].tolist()) == [4, 6]
     ids, weights, _ = route(scores.logit(), moe, bias)
     raw = dict(zip(ids[0].tolist(), weights[0].tolist(), strict=True))
     assert raw == pytest.approx({4: 2.5 * 0.3 / 1.0, 6: 2.5 * 0.7 / 1.0})
@@ -209,26 +216,26 @@ def test_a_token_is_routed_alike_in_every_batch(moe: MoEConfig, experts: int) ->
 def test_a_margin_is_what_a_logit_must_move_for_a_flip(moe: MoEConfig) -> None:
     """The last expert chosen falls by a little less, and stays; by a little more, and is left out."""
     x = logits(30)
-    ids, gaps = choose(x, moe, None), routing_margins(x, moe)
+    ids, gaps = choose_experts(x, moe, None), compute_routing_margins(x, moe)
     assert (gaps > 0).all()
     for share, stays in ((0.99, True), (1.01, False)):
         moved = x.clone()
         moved[torch.arange(30), ids[:, -1]] -= share * gaps
-        same = (choose(moved, moe, None).sort().values == ids.sort().values).all(dim=-1)
+        same = (choose_experts(moved, moe, None).sort().values == ids.sort().values).all(dim=-1)
         assert (same == stays).all()
 
 
 def test_a_margin_with_a_correction_bias_is_never_too_large() -> None:
     """A sigmoid's slope is at most 1/4: a logit that moves by less than the margin flips no choice."""
     x, moe = logits(200), replace(DEEPSEEK, num_groups=1, topk_groups=1)
-    ids, gaps = choose(x.sigmoid(), moe, BIAS), routing_margins(x, moe, BIAS)
+    ids, gaps = choose_experts(x.sigmoid(), moe, BIAS), compute_routing_margins(x, moe, BIAS)
     assert (gaps >= 0).all()
     moved = x.clone()
     moved[torch.arange(200), ids[:, -1]] -= 0.99 * gaps
-    assert torch.equal(choose(moved.sigmoid(), moe, BIAS).sort().values, ids.sort().values)
+    assert torch.equal(choose_experts(moved.sigmoid(), moe, BIAS).sort().values, ids.sort().values)
 
 
 def test_no_margin_where_every_expert_is_chosen() -> None:
-    assert routing_margins(logits(3), replace(QWEN, top_k=8)).isnan().all()
+    assert compute_routing_margins(logits(3), replace(QWEN, top_k=8)).isnan().all()
     only_one_group = replace(DEEPSEEK, topk_groups=1, top_k=2, num_groups=4)
-    assert routing_margins(logits(3), only_one_group, BIAS).isnan().all()
+    assert compute_routing_margins(logits(3), only_one_group, BIAS).isnan().all()

@@ -125,7 +125,7 @@ def test_flash_equals_its_math_twin_for_a_larger_key_set(causal: bool) -> None:
 def test_equal_siblings_share_their_calls() -> None:
     answers = [Segment(start=s, stop=s + 3, prefix_start=0, prefix_stop=5) for s in range(5, 29, 3)]
     parts = PackedAttention((Segment(start=0, stop=5), *answers)).parts
-    assert [(p.count, p.length, p.key_length, p.causal) for p in parts] == [
+    assert [(p.count, p.length, p.key_length, p.is_causal) for p in parts] == [
         (1, 5, 5, True),
         (8, 3, 3, True),
         (1, 24, 5, False),

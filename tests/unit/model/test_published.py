@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from small_transformers import saved
 from torch import Tensor
 
-from ostinato.model.config_keys import quantisation_of
+from ostinato.model.config_keys import read_quantisation
 from ostinato.model.hf import load_model
 from ostinato.model.published import AWQ_ORDER, FORMS, FP4
 
@@ -238,9 +238,9 @@ WRITE: dict[str, Callable[[Tensor], Written]] = {
 def test_weights_are_what_their_writer_meant(method: str) -> None:
     shape = (2, 64, 8) if method == "mxfp4" else (24, 64)
     parts, exact = WRITE[method](torch.randn(shape, generator=torch.Generator().manual_seed(1)))
-    form = quantisation_of({"quantization_config": FORM[method]})
+    form = read_quantisation({"quantization_config": FORM[method]})
     assert form is not None
-    assert form == quantisation_of({"text_config": {"quantization_config": FORM[method]}})
+    assert form == read_quantisation({"text_config": {"quantization_config": FORM[method]}})
     assert torch.equal(FORMS[method].widen(parts, form), exact)
     assert FORMS[method].shape(lambda end: list(parts[end].shape), form) == tuple(exact.shape)
 
@@ -263,7 +263,7 @@ def test_what_compressed_tensors_writes(symmetric: bool, bits: int, size: int | 
     parts = Tool.compress(state, scheme)
     theirs = Tool.decompress(dict(parts), scheme)["weight"]
     about = FORM["compressed-tensors"] | {"config_groups": {"group_0": scheme.model_dump(mode="json")}}
-    form = quantisation_of({"quantization_config": about})
+    form = read_quantisation({"quantization_config": about})
     assert form is not None
     ours = FORMS[form.method].widen({f".{name}": part for name, part in parts.items()}, form)
     torch.testing.assert_close(ours, theirs.float(), rtol=1e-6, atol=0)
@@ -301,9 +301,9 @@ def quantise(folder: Path, method: str) -> dict[str, Tensor]:
     meant = "experts." if method == "mxfp4" else "proj.weight"
     for name in [name for name in tensors if meant in name and "bias" not in name]:
         parts, exact[name] = WRITE[method](tensors.pop(name).float())
-        base = name.removesuffix(form.plain) if form.plain else name
+        base = name.removesuffix(form.weight_end) if form.weight_end else name
         tensors |= {base + end: part for end, part in parts.items()}
-    if ".k_scale" in form.may:  # of the cache of keys, beside an attention or a weight that is plain
+    if ".k_scale" in form.optional_ends:  # of the cache of keys, beside an attention or a plain weight
         tensors |= {f"model.layers.0.self_attn.{name}k_scale": torch.tensor(1.0) for name in ("", "q_norm.")}
     save_file(tensors, file, metadata={"format": "pt"})
     raw = json.loads(config.read_text())
@@ -330,7 +330,7 @@ def test_folders_are_read_by_both_backends(method: str, tmp_path: Path) -> None:
             exact[next(name for name in exact if "layers.0.mlp.down" in name)],
         )
     tensors = load_file(folder / "model.safetensors")
-    need = FORMS[method].needs[0]
+    need = FORMS[method].required_ends[0]
     lost = next(name for name in tensors if name.endswith(need))
     del tensors[lost]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -25,10 +25,10 @@ from ostinato.model.lora import Adapters
 from ostinato.model.moe import ExpertLora
 from ostinato.model.native import Kernels
 from ostinato.model.ops import TORCH_OPS, Ops
-from ostinato.model.peft_io import base_fingerprint
-from ostinato.model.quantise import Weights, codes, own_bytes, quantise
+from ostinato.model.peft_io import compute_base_fingerprint
+from ostinato.model.quantise import Weights, count_own_bytes, encode_weight, quantise
 from ostinato.model.shapes import ExpertScheme
-from ostinato.model.shared import shared_model
+from ostinato.model.shared import load_shared_model
 from ostinato.model.weights import Moe, Quantised
 from ostinato.train.passes import choose_head_products
 from ostinato.types import Completion, Request, Sampling
@@ -59,10 +59,10 @@ def tiny(dtype: torch.dtype = torch.float32, *, moe: bool = True) -> Decoder:
 )
 def test_rounding_is_to_the_nearest_code(shape: tuple[int, ...], size: float, seed: int) -> None:
     weight = size * draw(*shape, seed=seed)
-    int8 = codes(weight, Weights.INT8)
+    int8 = encode_weight(weight, Weights.INT8)
     assert ((values(int8) - weight).abs() <= 0.5001 * int8.scale.unsqueeze(-1)).all()
     assert (int8.codes.abs().amax(-1) == 127).all()
-    fp8 = codes(weight, Weights.FP8)  # 3 bits of mantissa, or half a step of the subnormals
+    fp8 = encode_weight(weight, Weights.FP8)  # 3 bits of mantissa, or half a step of the subnormals
     step = torch.maximum(weight.abs() / 16, 2**-10 * fp8.scale.unsqueeze(-1))
     assert ((values(fp8) - weight).abs() <= 1.0001 * step).all()
 
@@ -70,8 +70,8 @@ def test_rounding_is_to_the_nearest_code(shape: tuple[int, ...], size: float, se
 @pytest.mark.parametrize("kind", CODED)
 def test_rows_of_zeros_and_of_the_smallest_numbers_stay_finite(kind: Weights) -> None:
     weight = torch.tensor([[0.0, 0.0], [1e-45, 0.0], [3e38, -3e38]])
-    assert torch.isfinite(values(codes(weight, kind))).all()
-    assert (values(codes(weight, kind))[0] == 0).all()
+    assert torch.isfinite(values(encode_weight(weight, kind))).all()
+    assert (values(encode_weight(weight, kind))[0] == 0).all()
 
 
 def test_every_code_means_what_torch_says(kernels: Kernels) -> None:
@@ -109,7 +109,7 @@ def test_a_product_of_codes_is_the_bf16_product_of_their_values(
 ) -> None:
     """Bit for bit, with the scale applied to the fp32 sum, where they are not products of whole numbers; and
     a row is the same among any number of rows."""
-    w = codes(draw(columns, depth), kind)
+    w = encode_weight(draw(columns, depth), kind)
     x, bias = draw(70, depth, seed=1, dtype=torch.bfloat16), draw(columns, seed=2, dtype=torch.bfloat16)
     ours = kernels.ops.linear(x, w, bias)
     if kernels.fast_codes or kind is Weights.FP8:
@@ -127,7 +127,7 @@ def test_a_product_of_codes_is_the_bf16_product_of_their_values(
 def test_products_of_int8_under_fp32(kernels: Kernels, depth: int, columns: int, size: float) -> None:
     """Of a row of inputs, a part of 32767 of the largest in every 256 is lost; the backward loses nothing."""
     w, x, bias = (
-        codes(draw(columns, depth), Weights.INT8),
+        encode_weight(draw(columns, depth), Weights.INT8),
         size * draw(70, depth, seed=1),
         draw(columns, seed=2),
     )
@@ -158,7 +158,10 @@ def test_experts(kernels: Kernels, kind: Weights, scheme: ExpertScheme | None) -
     T, E, K, D, width = 40, 5, 2, 32, 24
     x = draw(T, D, dtype=torch.bfloat16)
     weights, ids = draw(T, E, seed=1).softmax(-1).topk(K)
-    gate_up, down = codes(draw(E, 2 * width, D, seed=2) / 6, kind), codes(draw(E, D, width, seed=3) / 5, kind)
+    gate_up, down = (
+        encode_weight(draw(E, 2 * width, D, seed=2) / 6, kind),
+        encode_weight(draw(E, D, width, seed=3) / 5, kind),
+    )
     lora = None if scheme is None else expert_lora(scheme, E, D, width)
     ours = kernels.ops.experts(x, ids, weights, gate_up, down, lora)
     twin = TORCH_OPS.experts(x, ids, weights, gate_up, down, lora)
@@ -220,9 +223,9 @@ def test_what_a_sampler_holds(dtype: torch.dtype, kind: Weights) -> None:
     assert {name.rpartition(".")[2] for name in linears} == {"qkv", "o", "gate_up", "down"}
     assert not set(linears) & set(dict(sampler.named_parameters()))
     if dtype == torch.bfloat16:
-        assert own_bytes(sampler, decoder) == expected
+        assert count_own_bytes(sampler, decoder) == expected
     else:
-        assert own_bytes(sampler, decoder) == expected + sum(2 * weight.numel() for weight in rest)
+        assert count_own_bytes(sampler, decoder) == expected + sum(2 * weight.numel() for weight in rest)
     mlp = sampler.blocks[1].mlp
     assert isinstance(mlp, Moe) and isinstance(mlp.gate_up, Quantised) and isinstance(mlp.router, Tensor)
     with pytest.raises(ValueError, match="quantised weights have no views"):
@@ -308,7 +311,7 @@ def test_a_weight_that_is_not_finite_has_no_code(kind: Weights) -> None:
     weight = draw(8, 16)
     weight[3, 5] = torch.nan
     with pytest.raises(ValueError, match="not finite"):
-        codes(weight, kind)
+        encode_weight(weight, kind)
 
 
 # ---- matrices stored in bf16 under fp32 arithmetic
@@ -419,10 +422,10 @@ def test_a_base_in_int8_is_loaded_and_shared_matrix_by_matrix(tmp_path: Path) ->
     save_model(wide, tmp_path / "model")
     wanted = quantise(load_model(tmp_path / "model"), Weights.INT8, torch.float32)
     of_file = load_model(tmp_path / "model", storage=torch.int8)
-    shared = shared_model(tmp_path / "model", storage=torch.int8, folder=tmp_path / "shared")
+    shared = load_shared_model(tmp_path / "model", storage=torch.int8, folder=tmp_path / "shared")
     for found in (of_file, shared):
         assert found.storage == torch.int8 and found.dtype == torch.float32
-        assert base_fingerprint(found) == base_fingerprint(wide)
+        assert compute_base_fingerprint(found) == compute_base_fingerprint(wide)
         assert found.quantised.keys() == wanted.quantised.keys()
         for name, weight in wanted.quantised.items():
             assert torch.equal(found.quantised[name].tiles, weight.tiles)

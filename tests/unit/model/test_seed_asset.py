@@ -17,7 +17,7 @@ from worlds import answers
 
 import ostinato
 from ostinato.engine.local import LocalEngine
-from ostinato.env.arithmetic import rows
+from ostinato.env.arithmetic import draw_prompts
 from ostinato.model.config import read_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.hf import load_model
@@ -99,7 +99,7 @@ def test_the_ladder_has_a_size_for_each_step(recipe: ModuleType, tmp_path: Path)
 def test_it_starts_where_rl_has_room(renderer: Renderer) -> None:
     """A small sample of what the log says: wide bounds, so that only a broken checkpoint or engine fails."""
     engine = LocalEngine(load_model(FOLDER), decode=renderer.decode, kv_memory_mb=64)
-    prompts = rows("eval", 1234, 16)
+    prompts = draw_prompts("eval", 1234, 16)
     sampling = Sampling(max_tokens=64, stop_tokens=(int(renderer.encode(END)[0]),))
     requests = [
         Request(tokens=renderer.prompt(p), sampling=sampling, seed=(0, i, s))

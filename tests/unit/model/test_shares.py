@@ -21,11 +21,11 @@ from worlds import DEEPSEEK
 from ostinato.model import published
 from ostinato.model.config import ModelConfig, QKNorm, parse_config
 from ostinato.model.decoder import Decoder
-from ostinato.model.hf import fill, load_model, save_model
-from ostinato.model.hf_names import stored
+from ostinato.model.hf import fill_decoder, load_model, save_model
+from ostinato.model.hf_names import list_stored_tensors
 from ostinato.model.lora import init_adapters
 from ostinato.model.shapes import AdapterSpec, ExpertScheme
-from ostinato.model.share import Share, find_spans, size_of
+from ostinato.model.share import Share, count_elements, find_spans
 from ostinato.model.weights import Moe
 from ostinato.parallel.layout import Layout
 from ostinato.parallel.pieces import copy_part, fresh_adapters, own_adapters, write_part
@@ -173,12 +173,16 @@ def test_bytes_read_are_those_kept(
     for share in all_shares(family, layout):
         opened.clear()
         decoder = Decoder(config, share=share)
-        read += fill(decoder, folder)
+        read += fill_decoder(decoder, folder)
         kept += sum(weight.nbytes for weight in decoder.parameters())
-        for name, one in stored(decoder).items():
-            part = size_of(one.spans) / prod(one.shape)
+        for name, one in list_stored_tensors(decoder).items():
+            part = count_elements(one.spans) / prod(one.shape)
             replicas[name] += part  # type: ignore[assignment] - a share of a tensor
-        own = {index[name] for name, one in stored(decoder).items() if name in one.covers and name in index}
+        own = {
+            index[name]
+            for name, one in list_stored_tensors(decoder).items()
+            if name in one.names and name in index
+        }
         assert set(opened) == own
     size = {
         name: tensor.nbytes
@@ -197,16 +201,16 @@ def test_experts_in_one_tensor(family: str, layout: str, tmp_path: Path) -> None
     folder = saved(model_of(family), tmp_path)
     state = load_file(folder / "model.safetensors")
     fused, whole = dict(state), model_of(family)
-    for name, one in stored(whole).items():
-        if name not in one.covers:
-            for old in one.covers:
+    for name, one in list_stored_tensors(whole).items():
+        if name not in one.names:
+            for old in one.names:
                 fused.pop(old)
             fused[name] = one.view.detach().clone()
     assert len(fused) < len(state)
     for share in all_shares(family, layout):
         expected = dict(load_model(folder, share=share).named_parameters())
         save_file(fused, folder / "model.safetensors")
-        read = fill(again := Decoder(config_of(family), share=share), folder)
+        read = fill_decoder(again := Decoder(config_of(family), share=share), folder)
         save_file(state, folder / "model.safetensors")
         assert read == sum(weight.nbytes for weight in expected.values())
         for name, weight in again.named_parameters():

@@ -21,15 +21,15 @@ from ostinato.engine.local import LocalEngine
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters, init_adapters
 from ostinato.model.shapes import AdapterSpec, ExpertScheme
-from ostinato.model.tensor_file import ALIGNMENT, file_parts, layout, read, shapes_of
+from ostinato.model.tensor_file import ALIGNMENT, iterate_parts, list_shapes, plan_layout, read_tensors
 from ostinato.model.wire import (
     NotFinite,
-    fingerprint,
+    fingerprint_adapters,
     fingerprint_weights,
     load_weights,
-    pack,
+    pack_adapters,
     pack_weights,
-    unpack,
+    unpack_adapters,
 )
 from ostinato.types import Request, Sampling
 from ostinato.workers.remote import seal, unseal
@@ -81,22 +81,22 @@ def test_files_are_those_of_the_safetensors_library(shapes: list[Any], seed: int
         for i, (dtype, shape) in enumerate(shapes)
     }
     metadata = {"a": 'words, "quoted"'}
-    ours = bytearray(b"".join(file_parts(tensors, metadata)))
+    ours = bytearray(b"".join(iterate_parts(tensors, metadata)))
     theirs = bytearray(library_save(tensors, metadata))
-    for state in (library_load(bytes(ours)), read(ours)[1], read(theirs)[1]):
+    for state in (library_load(bytes(ours)), read_tensors(ours)[1], read_tensors(theirs)[1]):
         assert state.keys() == tensors.keys()
         for name, tensor in tensors.items():
             assert state[name].dtype == tensor.dtype and torch.equal(state[name], tensor)
-    assert read(ours)[0] == read(theirs)[0] == metadata
+    assert read_tensors(ours)[0] == read_tensors(theirs)[0] == metadata
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_whole_cache_lines_lie_on_cache_lines(kind: str) -> None:
     """What is mapped is computed with where it lies: a tensor may not straddle lines that it need not."""
-    plan = layout(shapes_of(dict(DECODERS[kind].named_parameters())), {})
+    plan = plan_layout(list_shapes(dict(DECODERS[kind].named_parameters())), {})
     for name, start in plan.starts.items():
         assert start % ALIGNMENT == 0 or plan.tensors[name].nbytes % ALIGNMENT
-    assert max(start + plan.tensors[name].nbytes for name, start in plan.starts.items()) == plan.size
+    assert max(start + plan.tensors[name].nbytes for name, start in plan.starts.items()) == plan.num_bytes
 
 
 # ---- adapters
@@ -105,21 +105,21 @@ def test_whole_cache_lines_lie_on_cache_lines(kind: str) -> None:
 @given(kind=st.sampled_from(sorted(KINDS)), spec=specs, seed=st.integers(0, 99))
 def test_adapters_arrive_bit_for_bit(kind: str, spec: AdapterSpec, seed: int) -> None:
     sent = random_adapters(DECODERS[kind], spec, seed)
-    got = unpack(unseal(seal(pack(sent))), DECODERS[kind].config)
+    got = unpack_adapters(unseal(seal(pack_adapters(sent))), DECODERS[kind].config)
     assert got is not None and got.spec == spec and list(got.tensors) == list(sent.tensors)
     for name, tensor in sent.state_dict().items():
         assert torch.equal(got.state_dict()[name].view(torch.int32), tensor.view(torch.int32))
-    assert fingerprint(got) == fingerprint(sent)
+    assert fingerprint_adapters(got) == fingerprint_adapters(sent)
 
 
 def test_what_is_packed_does_not_change_with_the_adapters() -> None:
     """The trainer goes on while its policy is on the way."""
     sent = adapters()
-    packed = pack(sent)
+    packed = pack_adapters(sent)
     assert packed is not None and packed.num_bytes == sum(one.nbytes for one in sent.parameters())
     next(sent.parameters()).detach().zero_()
-    assert fingerprint(unpack(packed, QWEN.config)) == fingerprint(adapters())
-    assert pack(None) is None and unpack(None, QWEN.config) is None
+    assert fingerprint_adapters(unpack_adapters(packed, QWEN.config)) == fingerprint_adapters(adapters())
+    assert pack_adapters(None) is None and unpack_adapters(None, QWEN.config) is None
 
 
 @given(data=st.data())
@@ -129,13 +129,13 @@ def test_a_fingerprint_changes_with_every_bit(data: st.DataObject) -> None:
     leaf = data.draw(st.sampled_from(list(changed.parameters()))).detach()
     place, bit = data.draw(st.integers(0, leaf.numel() - 1)), data.draw(st.integers(0, 31))
     leaf.view(torch.int32).view(-1)[place] ^= int(np.uint32(1 << bit).astype(np.int32))
-    assert fingerprint(changed) != fingerprint(adapters())
-    assert len(fingerprint(changed)) == 16 and int(fingerprint(changed), 16) >= 0
+    assert fingerprint_adapters(changed) != fingerprint_adapters(adapters())
+    assert len(fingerprint_adapters(changed)) == 16 and int(fingerprint_adapters(changed), 16) >= 0
 
 
 def test_a_fingerprint_is_the_plain_tree(monkeypatch: pytest.MonkeyPatch) -> None:
     """The twin: leaves one after another, of a tensor that is hashed in several threads."""
-    monkeypatch.setattr("ostinato.model.wire._LEAF", 64)
+    monkeypatch.setattr("ostinato.model.wire._LEAF_BYTES", 64)
     one = adapters()
     state, names = one.state_dict(), sorted(one.state_dict())
     spec = {"rank": 2, "alpha": 32.0, "targets": ["attn", "mlp", "shared", "experts"]}
@@ -146,7 +146,7 @@ def test_a_fingerprint_is_the_plain_tree(monkeypatch: pytest.MonkeyPatch) -> Non
         content = state[name].numpy().tobytes()
         for start in range(0, len(content), 64):
             root.update(hashlib.blake2b(content[start : start + 64], digest_size=32).digest())
-    assert fingerprint(one) == root.hexdigest()
+    assert fingerprint_adapters(one) == root.hexdigest()
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -155,21 +155,21 @@ def test_what_is_not_finite_is_refused_by_name_at_both_ends(value: float) -> Non
     broken = adapters()
     broken.tensors["layers.1.attn.o"][1].detach()[3, 1] = value
     with pytest.raises(NotFinite, match=r"layers\.1\.attn\.o\.B is not finite"):
-        pack(broken)
-    packed = pack(adapters())
+        pack_adapters(broken)
+    packed = pack_adapters(adapters())
     assert packed is not None
     packed.factors["layers.1.attn.o.B"][3, 1] = value
     with pytest.raises(NotFinite, match=r"layers\.1\.attn\.o\.B is not finite"):
-        unpack(packed, QWEN.config)
+        unpack_adapters(packed, QWEN.config)
 
 
 def test_adapters_of_others_are_refused_in_words() -> None:
     with pytest.raises(ValueError, match=r"q\.A is \S+ \[2, 16\], this model needs \S+ \[2, 32\]"):
-        unpack(pack(adapters()), tiny("softmax", hidden_size=32).config)
+        unpack_adapters(pack_adapters(adapters()), tiny("softmax", hidden_size=32).config)
     with pytest.raises(ValueError, match=r"layers\.3\.attn\.k\.A is missing"):
-        unpack(pack(adapters()), tiny("softmax", num_hidden_layers=4).config)
+        unpack_adapters(pack_adapters(adapters()), tiny("softmax", num_hidden_layers=4).config)
     with pytest.raises(ValueError, match=r"layers\.2\.attn\.k\.A is unknown to this model"):
-        unpack(pack(adapters()), tiny("softmax", num_hidden_layers=2).config)
+        unpack_adapters(pack_adapters(adapters()), tiny("softmax", num_hidden_layers=2).config)
 
 
 # ---- all weights
@@ -202,7 +202,7 @@ def test_weights_that_do_not_fit_change_nothing(tmp_path: Path) -> None:
         load_weights(own, path)
     pack_weights(QWEN, path)
     content = bytearray(path.read_bytes())
-    read(content)[1]["norm"][3] = math.nan
+    read_tensors(content)[1]["norm"][3] = math.nan
     path.write_bytes(content)
     with pytest.raises(NotFinite, match="weight norm is not finite"):
         load_weights(own, path)
@@ -232,9 +232,9 @@ def test_an_engine_says_what_it_serves() -> None:
     one, served = adapters(), engine(QWEN)
     assert served.served == (0, "")
     served.publish(one, 3)
-    published = fingerprint(one)
+    published = fingerprint_adapters(one)
     next(one.parameters()).detach().add_(1)
-    assert served.served == (3, published) != (3, fingerprint(one))
+    assert served.served == (3, published) != (3, fingerprint_adapters(one))
     served.publish(None, 4)
     assert served.served == (4, "")
 

@@ -22,8 +22,8 @@ from worlds import tiny_dense
 from ostinato.apps.plan.problem import find_model
 from ostinato.model.config import ModelConfig, parse_config
 from ostinato.model.decoder import Decoder
-from ostinato.model.shapes import AdapterSpec, ExpertScheme, adapter_shapes
-from ostinato.model.share import Share, find_spans, is_cut, is_expert, size_of
+from ostinato.model.shapes import AdapterSpec, ExpertScheme, compute_adapter_shapes
+from ostinato.model.share import Share, count_elements, find_spans, is_cut, is_expert
 from ostinato.parallel import load, placement
 from ostinato.parallel.collectives import AXES, Mesh
 from ostinato.parallel.elements import stage_elements
@@ -144,7 +144,7 @@ def tensors(model: str) -> dict[str, tuple[int, ...]]:
     found = parameter_shapes(config)
     for scheme in ExpertScheme:
         spec = AdapterSpec(rank=4, targets=EVERYTHING, expert_scheme=scheme)
-        for name, pair in adapter_shapes(config, spec).items():
+        for name, pair in compute_adapter_shapes(config, spec).items():
             found |= {f"{name}.{part}": shape for part, shape in zip("AB", pair, strict=True)}
     return found
 
@@ -423,7 +423,10 @@ def test_under_a_group_of_64_ranks() -> None:
         assert all(dist.get_process_group_ranks(mesh.group(axis)) for axis, size in sizes.items() if size > 1)
         (share,) = shares_of(layout, kimi(), mesh.rank)
         part = Decoder(kimi(), device=mesh.device, dtype=torch.bfloat16, share=share)
-        kept = (size_of(find_spans(kimi(), share, n, whole_shapes()[n])) for n, _ in part.named_parameters())
+        kept = (
+            count_elements(find_spans(kimi(), share, n, whole_shapes()[n]))
+            for n, _ in part.named_parameters()
+        )
         assert sum(weight.numel() for weight in part.parameters()) == sum(kept)
     finally:
         dist.destroy_process_group()

@@ -178,7 +178,7 @@ def really_saved(config: ModelConfig, spec: AdapterSpec | None, rows: int, dtype
     skip = {p.untyped_storage().data_ptr() for p in decoder.parameters()}
     prepared = None
     if adapters is None:
-        decoder.trainable(True)
+        decoder.set_trainable(True)
     else:
         prepared = adapters.prepare(dtype)
         for layer in prepared.layers:

@@ -13,7 +13,7 @@ import pytest
 from commands import gone, wait_until
 from nouns import completion
 
-from ostinato.reward.code_tests import code_tests, extract_code, make_job, run
+from ostinato.reward.code_tests import code_tests, extract_code, make_job, run_job
 from ostinato.reward.workers import WorkerGrader
 from ostinato.types import Group, Prompt, Stop, Trajectory, Turn
 
@@ -109,8 +109,8 @@ IN_DOCSTRING = 'def double(x):\n  """Of a number:\n  ```\n  double(1)\n  ```\n  
 def test_right_code_passes_in_the_forms_of_chats(text: str) -> None:
     """The last block alone was run: an example of usage behind the solution, helpers in a block of their own,
     a list, a fence in a docstring or other fences gave 0 to right code."""
-    assert run(make_job(text, DOUBLED), 60.0) == 1
-    assert run(make_job(text.replace("2 * x", "3 * x"), DOUBLED), 60.0) == 0
+    assert run_job(make_job(text, DOUBLED), 60.0) == 1
+    assert run_job(make_job(text.replace("2 * x", "3 * x"), DOUBLED), 60.0) == 0
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_text_that_is_no_code_is_returned_as_it_is(text: str) -> None:
 def test_tests_of_other_than_plain_data_give_0(call: str, tests: str) -> None:
     """The guide says so: arguments are copies, functions of the tests do not reach the answer's process, and
     an object of its classes equals itself alone."""
-    assert run(make_job(call, {"test_list": [tests]}), 60.0) == 0
+    assert run_job(make_job(call, {"test_list": [tests]}), 60.0) == 0
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_what_tests_may_do_with_an_answers_values(
     code: str, tests: list[str], before: dict[str, Any]
 ) -> None:
     row = {"test_list": [f"assert {one}" for one in tests], **before}
-    assert run(make_job(code, row), 60.0) == 1
+    assert run_job(make_job(code, row), 60.0) == 1
 
 
 ALWAYS = "class E(int):\n    def __eq__(self, other): return True\n    def __hash__(self): return 1\n"
@@ -209,7 +209,7 @@ ALWAYS = "class E(int):\n    def __eq__(self, other): return True\n    def __has
 def test_an_answer_that_is_wrong_has_no_way_to_pass(code: str) -> None:
     """An exit status of 0, the words that say "passed", objects equal to everything, other built-ins: none of
     them is in the process that runs the tests."""
-    assert run(make_job(block(code), DOUBLED), 60.0) == 0
+    assert run_job(make_job(block(code), DOUBLED), 60.0) == 0
 
 
 def test_what_the_tests_call_is_theirs() -> None:
@@ -217,14 +217,15 @@ def test_what_the_tests_call_is_theirs() -> None:
     code += "def double(x):\n    return [x]"
     for test in ("math.isclose(double(1)[0], 2)", "set(double(1)) == set([2])", "sorted(double(1)) == [2]"):
         assert (
-            run(make_job(code, {"test_list": [f"assert {test}"], "test_imports": "import math"}), 60.0) == 0
+            run_job(make_job(code, {"test_list": [f"assert {test}"], "test_imports": "import math"}), 60.0)
+            == 0
         )
 
 
 def test_an_answer_has_a_limit_of_time_and_leaves_nothing_behind(tmp_path: Any) -> None:
     """What it starts ends with it, whatever session that is in."""
     sleeps = "def double(x):\n    import time\n    time.sleep(1000)"
-    assert run(make_job(sleeps, DOUBLED), 1.0) == 0
+    assert run_job(make_job(sleeps, DOUBLED), 1.0) == 0
     left = tmp_path / "left"
     code = (
         "import os, subprocess\n"
@@ -232,7 +233,7 @@ def test_an_answer_has_a_limit_of_time_and_leaves_nothing_behind(tmp_path: Any) 
         f"open({str(left)!r}, 'w').write(str(child.pid))\n"
         "def double(x):\n    return 2 * x\n"
     )
-    assert run(make_job(code, DOUBLED), 60.0) == 1
+    assert run_job(make_job(code, DOUBLED), 60.0) == 1
     assert wait_until(lambda: gone(int(left.read_text())), 60)
 
 
@@ -243,7 +244,7 @@ def test_rows_that_cannot_test_are_refused_and_what_cannot_start_is_no_verdict(
         with pytest.raises(ValueError, match="test"):
             verdicts(["def double(x): ..."], row)
     monkeypatch.setattr("sys.executable", os.devnull)
-    assert math.isnan(run(make_job("", DOUBLED), 60.0))
+    assert math.isnan(run_job(make_job("", DOUBLED), 60.0))
 
 
 def test_in_a_worker_an_answer_reaches_neither_the_tests_nor_the_network() -> None:

@@ -237,9 +237,9 @@ def test_what_cannot_be_prevented_is_named_and_refused_by_strict() -> None:
     assert isolation.list_gaps(["namespaces"]) == isolation.list_gaps(["seccomp", "landlock"]) == []
     open_files = isolation.list_gaps(["seccomp"])
     assert open_files == ["write outside of their temporary folder"]
-    isolation.refuse([])
+    isolation.refuse_gaps([])
     with pytest.raises(ValueError, match=r'reward.isolation is "strict", but .* write outside .* use "auto"'):
-        isolation.refuse(open_files)
+        isolation.refuse_gaps(open_files)
 
 
 def test_secrets_are_known_by_their_names_and_by_passwords_in_addresses() -> None:

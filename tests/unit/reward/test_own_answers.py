@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 
 from ostinato.env.rows import to_chat
-from ostinato.reward.own_answers import COMPARING, OTHERS, OwnVerdict, own_answer, spread, warnings_of
+from ostinato.reward.own_answers import (
+    COMPARING,
+    OTHERS,
+    OwnVerdict,
+    find_own_answer,
+    make_warnings,
+    spread_prompts,
+)
 from ostinato.reward.verify import BUILT_IN
 from ostinato.reward.workers import WorkerGrader
 from ostinato.types import Prompt
@@ -46,7 +53,9 @@ def rows(*answers: Any, **columns: Any) -> list[Prompt]:
 def tried(function: str, *answers: Any, **columns: Any) -> list[str]:
     """The warnings."""
     with WorkerGrader([function]) as grader:
-        return warnings_of(grader.own_verdicts(spread(rows(*answers, **columns)), lambda text: [1]))
+        return make_warnings(
+            grader.iterate_own_verdicts(spread_prompts(rows(*answers, **columns)), lambda text: [1])
+        )
 
 
 def given(*values: float | None) -> list[OwnVerdict]:
@@ -87,11 +96,11 @@ def test_own_answers_of_math_pass(answer: str) -> None:
 @pytest.mark.slow
 def test_a_gym_entry_is_its_own_answer() -> None:
     pytest.importorskip("reasoning_gym")
-    from ostinato.env.gym import rows as questions
+    from ostinato.env.gym import draw_prompts as questions
 
     prompts = questions("mini_sudoku", "train", 0, 2, {})
     with WorkerGrader(["gym_score"]) as grader:
-        assert warnings_of(grader.own_verdicts(spread(prompts), lambda text: [])) == []
+        assert make_warnings(grader.iterate_own_verdicts(spread_prompts(prompts), lambda text: [])) == []
 
 
 def test_whole_solutions_are_no_answers_for_exact() -> None:
@@ -111,7 +120,7 @@ def test_a_function_that_looks_for_text_in_messages_is_told_what_a_completion_is
     """``gold in completion`` of a list of messages is always False: a guide's own example learned nothing."""
     prompts = [to_chat(prompt) for prompt in rows("4", "5")]
     with WorkerGrader([f"{mine}:within"]) as grader:
-        (warning,) = warnings_of(grader.own_verdicts(spread(prompts), lambda text: [1]))
+        (warning,) = make_warnings(grader.iterate_own_verdicts(spread_prompts(prompts), lambda text: [1]))
     assert "A completion is a list of messages here" in warning.partition("\n")[0]
     assert tried(f"{mine}:within", "4", "5") == []
 
@@ -133,27 +142,33 @@ def test_of_a_users_function_the_rows_that_get_nothing_are_listed(mine: str) -> 
 )
 def test_what_is_less_than_it_should_be(function: str, values: list[float | None], count: int) -> None:
     """The full marks of a user's function are not known; a penalty of the length is no verdict."""
-    found = warnings_of([(function, "f", given(*values))])
+    found = make_warnings([(function, "f", given(*values))])
     assert sum(len(warning.splitlines()) - 1 for warning in found) == count
 
 
 def test_an_answer_that_a_built_in_function_cannot_read_is_refused_by_its_row() -> None:
     odd = OwnVerdict(row="row 7 of f", answer="~", value=None, fault="raised", detail="ValueError: no")
     with pytest.raises(ValueError, match=r"row 7 of f: .*math_verify.*no"):
-        warnings_of([("math_verify", "math_verify", [*given(1), odd])])
+        make_warnings([("math_verify", "math_verify", [*given(1), odd])])
 
 
 def test_rows_are_spread_and_those_without_an_answer_left_out() -> None:
     many = [*rows(*range(100)), Prompt(uid="x", text="Sing.")]
-    assert [one.columns["answer"] for one in spread(many, 4)] == [0, 33, 66, 99]
-    assert [one.uid for one in spread(many[:3])] == ["1", "2", "3"] and spread(many[-1:]) == []
-    assert own_answer(many[-1]) is None and own_answer(rows(["a"])[0]) is None
+    assert [one.columns["answer"] for one in spread_prompts(many, 4)] == [0, 33, 66, 99]
+    assert [one.uid for one in spread_prompts(many[:3])] == ["1", "2", "3"] and spread_prompts(
+        many[-1:]
+    ) == []
+    assert find_own_answer(many[-1]) is None and find_own_answer(rows(["a"])[0]) is None
 
 
 def test_rows_without_answers_fail_the_rewards_that_require_one_alone() -> None:
     """Such rows were refused whatever the rewards are."""
     row = Prompt(uid="x", text="Sing.")
     with WorkerGrader(["answer_tags"]) as grader:
-        assert grader.check(row) == [] == list(grader.own_verdicts(spread([row]), lambda text: []))
+        assert (
+            grader.check(row)
+            == []
+            == list(grader.iterate_own_verdicts(spread_prompts([row]), lambda text: []))
+        )
     with WorkerGrader(["exact"]) as grader, pytest.raises(ValueError, match=r"task\.params\.answer_column"):
         grader.check(row)

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ostinato.reward.answers import final_answer, last_number, marked_answer
+from ostinato.reward.answers import extract_final_answer, extract_marked_answer, read_last_number
 from ostinato.reward.verify import (
+    _limit_time,
     _OutOfTime,
-    _time_limit,
     answer_tags,
     exact,
     gym_score,
@@ -25,7 +25,7 @@ from ostinato.reward.verify import (
     math_verify,
     numeric,
     regex,
-    resolve,
+    resolve_function,
 )
 
 
@@ -43,14 +43,14 @@ from ostinato.reward.verify import (
     ],
 )
 def test_marked_answer(text: str, marked: str | None) -> None:
-    assert marked_answer(text) == marked
+    assert extract_marked_answer(text) == marked
 
 
 def test_final_answer_is_the_last_line_and_never_a_thought() -> None:
-    assert final_answer("First.\nThen 42\n\n") == "Then 42"
-    assert final_answer("<think>is it 7?</think>\n42") == "42"
-    assert final_answer("it is 7</think>42") == "42"  # the template had opened the thought
-    assert final_answer("<think>so it must be 42") == ""  # truncated while thinking
+    assert extract_final_answer("First.\nThen 42\n\n") == "Then 42"
+    assert extract_final_answer("<think>is it 7?</think>\n42") == "42"
+    assert extract_final_answer("it is 7</think>42") == "42"  # the template had opened the thought
+    assert extract_final_answer("<think>so it must be 42") == ""  # truncated while thinking
 
 
 @pytest.mark.parametrize(
@@ -103,20 +103,20 @@ def test_final_answer_is_the_last_line_and_never_a_thought() -> None:
     ],
 )
 def test_last_number(text: str, readings: list[Fraction]) -> None:
-    assert list(last_number(text)) == readings
+    assert list(read_last_number(text)) == readings
 
 
 @given(st.integers(-(10**30), 10**30), st.sampled_from(["{}", "{:,}", "so x = {}.", "#### {}", "${}$"]))
 @settings(max_examples=50, deadline=None)
 def test_an_integer_is_read_as_it_was_written(value: int, form: str) -> None:
-    assert last_number(form.format(value))[0] == value
+    assert read_last_number(form.format(value))[0] == value
 
 
 @given(st.text("abcdxyzAE .:", max_size=60), st.integers(0, 10**6))
 @settings(max_examples=50, deadline=None)
 def test_a_number_on_a_line_of_its_own_is_read(words: str, value: int) -> None:
     """The letter before the line break was taken for one before the number, which then was no answer."""
-    assert list(last_number(f"{words}\n{value}")) == [value]
+    assert list(read_last_number(f"{words}\n{value}")) == [value]
 
 
 @given(st.text(alphabet="0123456789-+.,/%$eE\\{}frac <>answer#boxed()\n", max_size=200))
@@ -295,7 +295,7 @@ def test_a_box_that_is_never_closed_is_no_answer() -> None:
 )
 def test_a_number_in_a_sentence_is_read(text: str) -> None:
     """A currency's letters, emphasis, a list's dash and units were taken for parts of an expression."""
-    assert list(last_number(text)) == [42]
+    assert list(read_last_number(text)) == [42]
 
 
 @pytest.mark.parametrize(
@@ -308,7 +308,7 @@ def test_a_number_in_a_sentence_is_read(text: str) -> None:
 )
 def test_a_part_of_an_expression_is_no_number(text: str) -> None:
     """The last number of a formula in plain characters was paid as if it stood alone."""
-    assert list(last_number(text)) == []
+    assert list(read_last_number(text)) == []
 
 
 def test_chat_completions_count_by_their_last_message() -> None:
@@ -432,7 +432,7 @@ def test_the_time_limit_rings_again_when_a_destructor_swallows_it() -> None:
     """Python ignores an exception raised in a destructor. A hang that began with the alarm ringing in one of
     sympy's caches had no limit any more but that of the whole group."""
     swallowed = 0
-    with pytest.raises(_OutOfTime), _time_limit(0.05):
+    with pytest.raises(_OutOfTime), _limit_time(0.05):
         try:
             while True:
                 pass
@@ -489,9 +489,9 @@ def test_resolve_by_name_module_and_file(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "def reward(completions, **columns):\n    return [1.0 for _ in completions]\n"
     )
-    assert resolve("exact") is exact
-    assert resolve("ostinato.reward.verify:numeric") is numeric
-    assert resolve(f"{tmp_path}/mine.py:reward")(["a"]) == [1.0]
+    assert resolve_function("exact") is exact
+    assert resolve_function("ostinato.reward.verify:numeric") is numeric
+    assert resolve_function(f"{tmp_path}/mine.py:reward")(["a"]) == [1.0]
 
 
 @pytest.mark.parametrize(
@@ -506,7 +506,7 @@ def test_resolve_by_name_module_and_file(tmp_path: Path) -> None:
 )
 def test_resolve_refuses_with_a_sentence(spec: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
-        resolve(spec)
+        resolve_function(spec)
 
 
 def test_a_function_in_verls_form_is_adapted(tmp_path: Path) -> None:
@@ -514,7 +514,7 @@ def test_a_function_in_verls_form_is_adapted(tmp_path: Path) -> None:
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
         "    return {'score': float(solution_str == ground_truth and extra_info['index'] == 3)}\n"
     )
-    reward = resolve(f"{tmp_path}/theirs.py:compute_score")
+    reward = resolve_function(f"{tmp_path}/theirs.py:compute_score")
     chat = [[{"role": "assistant", "content": text}] for text in ("4", "5")]
     assert reward(
         completions=chat, answer=["4"] * 2, data_source=["x"] * 2, extra_info=[{"index": 3}] * 2

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from nouns import completion
 
-from ostinato.reward.worker import Fault, TrainerState, describe, judge
+from ostinato.reward.worker import Fault, TrainerState, describe_error, judge_completions
 from ostinato.reward.workers import WorkerGrader
 from ostinato.rollout.health import compute_health
 from ostinato.types import Group, Prompt, Stop, Trajectory, Turn
@@ -260,13 +260,17 @@ def test_check_names_what_is_wrong_before_work_starts(file: str) -> None:
     ],
 )
 def test_judge_names_every_bad_value(returned: Any, fault: Fault) -> None:
-    verdicts, trace = judge(lambda completions: returned, 2, {"completions": ["a", "b"]})
+    verdicts, trace = judge_completions(lambda completions: returned, 2, {"completions": ["a", "b"]})
     assert verdicts[0][:2] == (None, fault) and not trace
 
 
 def test_judge_takes_what_counts_as_numbers() -> None:
-    assert [v for v, _, _ in judge(lambda: np.array([1, 2]), 2, {})[0]] == [1.0, 2.0]
-    assert [v for v, _, _ in judge(lambda: [True, None, np.float32(0.5)], 3, {})[0]] == [1.0, None, 0.5]
+    assert [v for v, _, _ in judge_completions(lambda: np.array([1, 2]), 2, {})[0]] == [1.0, 2.0]
+    assert [v for v, _, _ in judge_completions(lambda: [True, None, np.float32(0.5)], 3, {})[0]] == [
+        1.0,
+        None,
+        0.5,
+    ]
 
 
 def test_judge_survives_whatever_is_raised() -> None:
@@ -274,8 +278,8 @@ def test_judge_survives_whatever_is_raised() -> None:
         raise SystemExit(3)
 
     line = f" (test_workers.py:{leave.__code__.co_firstlineno + 1})"
-    assert judge(leave, 1, {})[0] == [(None, Fault.RAISED, f"SystemExit: 3{line}")]
-    ((_, fault, detail),), trace = judge(lambda: [1 / 0], 1, {})
+    assert judge_completions(leave, 1, {})[0] == [(None, Fault.RAISED, f"SystemExit: 3{line}")]
+    ((_, fault, detail),), trace = judge_completions(lambda: [1 / 0], 1, {})
     assert (fault, detail.partition(" (")[0]) == (Fault.RAISED, "ZeroDivisionError: division by zero")
     assert trace.startswith("Traceback (most recent call last):\n") and "worker.py" not in trace.replace(
         "test_workers.py", ""
@@ -291,8 +295,8 @@ class Unspeakable(Exception):
 def test_an_exception_of_any_text_can_be_written() -> None:
     """Half of a surrogate pair in it ended the run where the fault was printed; one whose text cannot be made
     ended the worker."""
-    assert describe(ValueError("a\ud83d\nb")) == "ValueError: a\\ud83d b"
-    assert describe(Unspeakable()) == "Unspeakable: its text cannot be made: RuntimeError"
+    assert describe_error(ValueError("a\ud83d\nb")) == "ValueError: a\\ud83d b"
+    assert describe_error(Unspeakable()) == "Unspeakable: its text cannot be made: RuntimeError"
 
 
 def test_a_traceback_is_bounded_and_tells_what_led_to_it() -> None:
@@ -310,7 +314,7 @@ def test_a_traceback_is_bounded_and_tells_what_led_to_it() -> None:
         except ValueError as error:
             raise RuntimeError("the judge is away") from error
 
-    ((_, _, detail),), trace = judge(wrapped, 1, {})
+    ((_, _, detail),), trace = judge_completions(wrapped, 1, {})
     assert detail.startswith("RuntimeError: the judge is away (test_workers.py:")
     assert trace.index("ValueError: xxx") < trace.index("RuntimeError: the judge is away")
     assert len(trace) < 20_000
@@ -319,7 +323,9 @@ def test_a_traceback_is_bounded_and_tells_what_led_to_it() -> None:
 
 def once(function: Any, **columns: Any) -> tuple[str, str]:
     """(fault, detail) of a dry run on one completion."""
-    ((_, fault, detail), *_), _ = judge(function, 1, {"completions": ["4"], **columns}, probing=True)
+    ((_, fault, detail), *_), _ = judge_completions(
+        function, 1, {"completions": ["4"], **columns}, is_probing=True
+    )
     return fault, detail
 
 

@@ -31,7 +31,7 @@ from ostinato.apps.serve.connections import HEAD_BYTES, Connection
 from ostinato.apps.serve.elsewhere import Place
 from ostinato.apps.serve.server import HttpServer, address, bind, read_body
 from ostinato.cli.app import app as commands
-from ostinato.model.named import model_folder
+from ostinato.model.named import find_model_folder
 from ostinato.observe.page.serve import LivePage, open_server
 from ostinato.render import Renderer
 from ostinato.run import RunFolder
@@ -63,7 +63,7 @@ def uvicorn_server(access: Access, tmp_path: Path, **times: float) -> Iterator[s
 
 @contextmanager
 def agents(access: Access, tmp_path: Path) -> Iterator[str]:
-    with closing(AgentServer(Renderer(model_folder("asset:seed-moe")), Place(access=access))) as server:
+    with closing(AgentServer(Renderer(find_model_folder("asset:seed-moe")), Place(access=access))) as server:
         yield server.address
 
 

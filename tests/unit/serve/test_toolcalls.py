@@ -20,7 +20,7 @@ from ostinato.apps.serve.service import Limits, Service
 from ostinato.apps.serve.toolcalls import TextStream, read_calls
 from ostinato.env.custom import EnvEpisode
 from ostinato.env.dialogue import Dialogue
-from ostinato.env.tools import schema_of
+from ostinato.env.tools import make_schema
 from ostinato.render import Renderer
 from ostinato.types import Prompt, Stop
 
@@ -121,7 +121,7 @@ def test_training_and_serving_have_one_prompt_for_one_tool(
     """``task.tools`` and ``task.env`` trained on a text of our own, and ``serve`` gave the template's."""
     renderer = with_template(tmp_path, template) if template else RENDERER
     messages = CHAT[0 if system else 1 : 2]
-    body = {"messages": messages, "tools": [schema_of("price", price)]}
+    body = {"messages": messages, "tools": [make_schema("price", price)]}
     requested = parse_body(ChatBody, json.dumps(body).encode()).to_call()
     service: Any = Service.__new__(Service)  # of which a prompt needs these two alone
     service.renderer, service.limits = renderer, Limits(context=10_000, vocab_size=renderer.vocab_size)

@@ -17,7 +17,7 @@ from ostinato.model.config import parse_config
 from ostinato.model.decoder import Decoder
 from ostinato.model.hf import load_model
 from ostinato.model.lora import Adapters
-from ostinato.model.named import model_folder
+from ostinato.model.named import find_model_folder
 from ostinato.model.native import Kernels
 from ostinato.types import Request, Sampling
 
@@ -35,7 +35,7 @@ FAMILIES = [*DENSE, *KINDS]
 @cache
 def model(name: str, dtype: torch.dtype, scheme: str) -> tuple[Decoder, Adapters]:
     if name == "seed-moe":
-        decoder = load_model(model_folder("asset:seed-moe"), dtype=dtype)
+        decoder = load_model(find_model_folder("asset:seed-moe"), dtype=dtype)
     else:
         config = parse_config(DENSE[name] if name in DENSE else {**SIZES, **KINDS[name]})
         decoder = Decoder(config, dtype=dtype).init_weights(1)

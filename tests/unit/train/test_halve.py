@@ -160,7 +160,7 @@ def test_factors_prepared_once_have_the_same_gradients_to_the_bit(
     def gradients(work: Callable[[Adapters], None]) -> dict[str, torch.Tensor | None]:
         adapters = init_adapters(decoder.config, spec, 3)
         work(adapters)
-        return {name: leaf.grad for name, leaf in adapters.leaves().items()}
+        return {name: leaf.grad for name, leaf in adapters.list_leaves().items()}
 
     def apart(adapters: Adapters) -> None:
         for number in range(3):
@@ -190,7 +190,7 @@ def test_the_gradients_of_factors_import_no_compiler() -> None:
         "adapters = init_adapters(parse_config(tiny_dense()), AdapterSpec(rank=2, targets=('attn',)), 0);"
         "factors = Factors(adapters, torch.float32);"
         "sum(leaf.sum() for leaf in factors._leaves).backward(); factors.add(); factors.backward();"
-        "assert all(leaf.grad is not None for leaf in adapters.leaves().values());"
+        "assert all(leaf.grad is not None for leaf in adapters.list_leaves().values());"
         "assert 'sympy' not in sys.modules"
     )
     subprocess.run(

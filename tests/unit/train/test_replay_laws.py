@@ -32,14 +32,14 @@ from ostinato.engine.local import LocalEngine
 from ostinato.hf.routes import Routes
 from ostinato.model.attention import CausalAttention
 from ostinato.model.config import MoEConfig, Scoring
-from ostinato.model.config_keys import _UNDERSTOOD_BY
+from ostinato.model.config_keys import _FAMILY_KEYS
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import init_adapters
 from ostinato.model.moe import route
-from ostinato.model.native import BuildError, load
+from ostinato.model.native import BuildError, load_kernels
 from ostinato.model.ops import TORCH_OPS, Ops
 from ostinato.model.packed import PackedAttention
-from ostinato.model.peft_io import merge
+from ostinato.model.peft_io import merge_adapters
 from ostinato.model.shapes import AdapterSpec, ExpertScheme
 from ostinato.model.weights import Moe
 from ostinato.routes import routes_from_json, routes_to_json
@@ -251,7 +251,7 @@ def test_any_router_replays_any_choice(moe: MoEConfig, seed: int, biased: bool, 
 def test_the_gradient_of_the_router_is_the_closed_forms(kind: str) -> None:
     """[6] Every parameter's gradient under forced routes is that of a forward whose weights are the closed
     form, and a router's is what finite differences say: replay keeps the router's gradient alive."""
-    decoder = tiny(kind, torch.float64).trainable(True)
+    decoder = tiny(kind, torch.float64).set_trainable(True)
     routing = random_routes(decoder, ROWS)
 
     def by_hand(
@@ -509,7 +509,7 @@ def test_implementations_of_experts_agree(kind: str) -> None:
     hidden, native = run(decoder, routing)
     sets = [replace(TORCH_OPS, experts=experts_loop)]
     with suppress(BuildError):
-        sets.append(load().ops)
+        sets.append(load_kernels().ops)
     for ops in sets:
         other, same = run(decoder, routing, ops=ops)
         torch.testing.assert_close(other, hidden, rtol=1e-4, atol=1e-4)
@@ -525,7 +525,7 @@ def test_adapters_merged_or_not_are_one_function_of_the_routes(kind: str, scheme
     adapters, routing = shaken(decoder, expert_scheme=scheme), random_routes(decoder, ROWS)
     unmerged, native = run(decoder, routing, adapters=adapters)
     with torch.no_grad():
-        merged, same = run(merge(decoder, adapters), routing)
+        merged, same = run(merge_adapters(decoder, adapters), routing)
     torch.testing.assert_close(merged, unmerged, rtol=1e-4, atol=1e-4)
     assert torch.equal(same, native) and not torch.equal(same, run(decoder, routing)[1])
     unmerged.square().mean().backward()
@@ -562,7 +562,7 @@ def test_routes_survive_storage_at_any_number_of_experts(experts: int) -> None:
 
 def test_every_router_that_a_config_can_ask_for_is_here() -> None:
     """[24] A family or a formula that is added has to be added above, or this fails."""
-    mixtures = {family for family, keys in _UNDERSTOOD_BY.items() if "num_experts_per_tok" in keys}
+    mixtures = {family for family, keys in _FAMILY_KEYS.items() if "num_experts_per_tok" in keys}
     assert mixtures == {raw["model_type"] for raw in KINDS.values()}
     kinds = [moe_of(tiny(kind)) for kind in KINDS]
     assert {moe.scoring for moe in kinds} == set(Scoring)

@@ -157,7 +157,7 @@ def test_a_step_of_dpo_raises_the_margin(decoder: Decoder) -> None:
 
 def test_all_parameters_can_be_trained_and_vectors_do_not_decay() -> None:
     own = tiny_decoder()
-    own.trainable(True)
+    own.set_trainable(True)
     rows = rows_of()
     vectors = {name: one for name, one in own.named_parameters() if one.ndim < 2}
     one = Accumulator(own, None)

@@ -129,7 +129,7 @@ CISPO = algorithm("cispo", ratio_cap=1e6)
 def test_packed_gradients_equal_one_sample_at_a_time(
     raw: dict, replay: bool, recompute: bool, dtype: torch.dtype, full: bool, rtol: float, atol: float
 ) -> None:
-    decoder = decoder_of(raw, dtype).trainable(full)
+    decoder = decoder_of(raw, dtype).set_trainable(full)
     adapters, samples = None if full else adapters_of(decoder, dtype), samples_of(decoder)
     expected_loss, expected = naive_gradients(decoder, adapters, samples, temperature=0.7, replay=replay)
     options = {"temperature": 0.7, "replay": replay, "recompute": recompute}
@@ -311,7 +311,7 @@ def test_training_stops_after_refusals_in_a_row_only() -> None:
 @pytest.mark.parametrize("raw", [DENSE, MOE], ids=["dense", "moe"])
 def test_restoring_is_bitwise(raw: dict, full: bool) -> None:
     def fresh() -> PolicyTrainer:
-        decoder = decoder_of(raw).trainable(full)
+        decoder = decoder_of(raw).set_trainable(full)
         settings = trainer_options(settings=LR, replay_threshold=0.0)
         return PolicyTrainer(decoder, None if full else adapters_of(decoder), GRPO, **settings)
 
@@ -365,11 +365,13 @@ def test_settings_that_cannot_work_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="nothing is trainable"):
         PolicyTrainer(decoder, None, GRPO, settings=LR)
     with pytest.raises(ValueError, match="trainable beside its adapters"):
-        trainer_of(decoder_of(DENSE).trainable(True))
+        trainer_of(decoder_of(DENSE).set_trainable(True))
     with pytest.raises(ValueError, match=r"algo\.kl_coef"):
-        PolicyTrainer(decoder_of(DENSE).trainable(True), None, algorithm("grpo", kl_coef=0.1), settings=LR)
+        PolicyTrainer(
+            decoder_of(DENSE).set_trainable(True), None, algorithm("grpo", kl_coef=0.1), settings=LR
+        )
     with pytest.raises(ValueError, match=r"model\.dtype"):
-        PolicyTrainer(decoder_of(DENSE, torch.bfloat16).trainable(True), None, GRPO, settings=LR)
+        PolicyTrainer(decoder_of(DENSE, torch.bfloat16).set_trainable(True), None, GRPO, settings=LR)
     with pytest.raises(ValueError, match="no microbatch"):
         trainer_of(decoder).step(Batch(microbatches=(), num_samples=0, num_tokens=0, num_context_tokens=0))
 

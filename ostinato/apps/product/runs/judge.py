@@ -24,7 +24,7 @@ from ostinato.launch import NothingToLearn, RunFailed
 from ostinato.launch.machine import resolve_auto
 from ostinato.launch.session import learn, resume
 from ostinato.launch.sft import train_supervised
-from ostinato.reward.verify import resolve
+from ostinato.reward.verify import resolve_function
 from ostinato.run import RunFolder, atomic_folder, to_json
 
 
@@ -133,7 +133,7 @@ def choose_labels(rows: Sequence[Mapping[str, Any]], gold: str) -> list[Choice]:
     """
     if not gold:
         return [Choice.A] * len(rows)
-    function, choices = resolve(gold), list[Choice]()
+    function, choices = resolve_function(gold), list[Choice]()
     for pair_row in rows:
         texts = [[{"role": "assistant", "content": pair_row[side]}] for side in ("chosen", "rejected")]
         try:
