@@ -57,7 +57,7 @@ class World:
         agent: Any,
         calls: int = 4,
         silence_s: float = 20.0,
-        queued: bool = False,
+        is_queued: bool = False,
         new_chat: Callable[[], Any] = lambda: None,
     ) -> Any:
         return lambda prompt: AgentEpisode(
@@ -67,7 +67,7 @@ class World:
             max_calls=calls,
             silence_s=silence_s,
             counters=self.counters,
-            queued=queued,
+            is_queued=is_queued,
             chat=new_chat(),
         )
 

@@ -14,9 +14,9 @@ from ostinato.access import STRICT, Access
 from ostinato.apps.memory import refill
 from ostinato.apps.memory.conversations import Keeping, open_memory
 from ostinato.apps.product.feedback import open_feedback
-from ostinato.apps.serve.app import new_app
-from ostinato.apps.serve.served import Additions, Served, Serving, open_service
-from ostinato.apps.serve.server import HttpServer, address, bind
+from ostinato.apps.serve.app import make_app
+from ostinato.apps.serve.served import Additions, RunningService, ServiceSpec, open_service
+from ostinato.apps.serve.server import HttpServer, format_address, open_socket
 from ostinato.apps.serve.service import Limits
 
 
@@ -25,7 +25,7 @@ class At:
     """A server that answers at ``url``."""
 
     url: str
-    served: Served
+    served: RunningService
 
 
 @contextlib.contextmanager
@@ -42,27 +42,27 @@ def server(
     """Serve ``target`` while the context lasts."""
     # "auto" depends on the processor and its load; a run has its own
     overrides = () if (Path(target) / "recipe.toml").is_file() else ("model.dtype=float32",)
-    serving = Serving(
+    serving = ServiceSpec(
         target=target, overrides=overrides, adapters=adapters or {}, limits=Limits(context=0, **limits)
     )
     with (
         open_service(serving) as served,
         open_feedback(feedback, served.service) as kept,
-        bind("127.0.0.1", 0) as listening,
+        open_socket("127.0.0.1", 0) as listening,
         contextlib.ExitStack() as stack,
     ):
-        url = address(listening)
+        url = format_address(listening)
         itself = refill.ChatModel(f"{url}/v1", key=key)
         remembered = stack.enter_context(open_memory(memory, served.service.renderer, itself))
         added = Additions(feedback=kept, memory=remembered)
-        app = new_app(served.service, key=key, added=added)
+        app = make_app(served.service, key=key, added=added)
         runner = HttpServer(app, listening, access, log_level="error", lifespan="off")
         thread = threading.Thread(target=runner.serve_until_signal, daemon=True)
         thread.start()
         while not runner.started:
             time.sleep(0.01)
         try:
-            yield At(address(listening), served)
+            yield At(format_address(listening), served)
         finally:
             runner.should_exit = True
             thread.join(20)

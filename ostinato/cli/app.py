@@ -26,7 +26,7 @@ from ostinato.options import Hosts, Origins, make_access
 from ostinato.other_names import key_hint
 
 if TYPE_CHECKING:
-    from ostinato.apps.serve.served import Additions, OpenAdditions, Served
+    from ostinato.apps.serve.served import Additions, OpenAdditions, RunningService
 
 app = typer.Typer(
     name="ostinato",
@@ -552,7 +552,7 @@ def additions(feedback: str, budget: int, file: Path, refill: str) -> OpenAdditi
     which ``file`` keeps and ``refill`` shortens (docs/memory.md)."""
 
     @contextmanager
-    def opened(served: Served, address: str, key: str) -> Iterator[Additions]:
+    def opened(served: RunningService, address: str, key: str) -> Iterator[Additions]:
         from ostinato.apps.memory.conversations import Keeping, open_memory
         from ostinato.apps.memory.refill import ChatModel
         from ostinato.apps.product.feedback import open_feedback

@@ -38,7 +38,7 @@ EVAL_SPLITS = ("eval", "validation", "valid", "dev", "test")
 Row = Mapping[str, Any]
 
 
-def read_prompts(
+def read_source(
     source: str,
     split: str,
     *,

@@ -73,7 +73,7 @@ def load_tasks(
 
     Procedural sources give exactly ``n`` distinct prompts. The text of a problem decides its split, so the
     splits are disjoint for every seed and size. A file with more than ``n`` rows gives
-    a subset that depends on ``seed``, in the file's order; for files see ``rows.read_prompts`` and
+    a subset that depends on ``seed``, in the file's order; for files see ``rows.read_source`` and
     ``check_disjoint``. ``params`` are the source's own. ``system_prompt`` opens every chat.
 
     Raises ValueError with one sentence for what the user can fix.
@@ -84,8 +84,8 @@ def load_tasks(
             raise ValueError(f"n is missing; {source} is endless, say how many {split} prompts to draw")
         prompts = _generate_rows(source, split, seed, n, params)
     else:
-        check_params(rows.read_prompts, params, source, skip=("source", "split"))
-        prompts = choose_subset(rows.read_prompts(check_source(source), split, **params), seed, n)
+        check_params(rows.read_source, params, source, skip=("source", "split"))
+        prompts = choose_subset(rows.read_source(check_source(source), split, **params), seed, n)
     return [add_system_prompt(prompt, system_prompt) for prompt in prompts] if system_prompt else prompts
 
 

@@ -150,11 +150,11 @@ class Decoder(nn.Module):
         """Return the FLOPs that ``FlopModel.of`` describes."""
         return FlopModel.of(self.config, adapter, **options)
 
-    def set_trainable(self, is_on: bool) -> Decoder:
+    def set_trainable(self, on: bool) -> Decoder:
         """Turn training of all weights on or off, but never of DeepSeek's correction bias; return the
         decoder."""
         for name, parameter in self.named_parameters():
-            parameter.requires_grad_(is_on and not name.endswith("correction_bias"))
+            parameter.requires_grad_(on and not name.endswith("correction_bias"))
         return self
 
     def named_linears(self) -> dict[str, Linear]:

@@ -29,8 +29,8 @@ import toy_agents as agents
 from episodes import PROMPT, World, turns_of
 
 from ostinato.apps.serve.agent_server import AgentServer
-from ostinato.apps.serve.agents import agent_of
-from ostinato.apps.serve.toolcalls import for_equals, read_equals
+from ostinato.apps.serve.agents import load_agent
+from ostinato.apps.serve.toolcalls import convert_to_equals, read_equals
 
 sys.path.append(str(Path(__file__).parents[2] / "recipes"))
 price_agent: Any = import_module("price_agent")
@@ -131,7 +131,7 @@ def test_short_tool_calls_are_for_one_tool(policy: Any) -> None:
         server.close()
     call = {"id": "c", "type": "function", "function": {"name": "price", "arguments": '{"item": 5}'}}
     chat = [{"role": "assistant", "content": "4+", "tool_calls": [call]}, {"role": "tool", "content": "9"}]
-    assert for_equals(chat, ()) == [
+    assert convert_to_equals(chat, ()) == [
         {"role": "assistant", "content": "4+5="},
         {"role": "user", "content": "9"},
     ]
@@ -219,10 +219,10 @@ def test_an_agent_may_be_a_plain_function_or_a_command(world: World) -> None:
         "post('/chat/completions', {'model': 'policy', 'messages': row['messages']});"
         "post('/reward', {'value': row['seed']})"
     )
-    group = world.play(world.agent(agent_of("", [sys.executable, "-c", program])), size=2)
+    group = world.play(world.agent(load_agent("", [sys.executable, "-c", program])), size=2)
     assert [t.env_reward for t in group.trajectories] == [5.0, 5.0]
     broken = world.play(
-        world.agent(agent_of("", [sys.executable, "-c", "raise SystemExit('no key')"])), size=1
+        world.agent(load_agent("", [sys.executable, "-c", "raise SystemExit('no key')"])), size=1
     )
     assert "ended with 1: no key" in broken.trajectories[0].error
 
@@ -307,9 +307,9 @@ def test_a_rollout_that_has_ended_is_not_there(world: World, server: AgentServer
     import httpx2
 
     world.play(world.agent(agents.plain), size=1)
-    from ostinato.apps.serve.server import address
+    from ostinato.apps.serve.server import format_address
 
-    base = address(server._listening)
+    base = format_address(server._listening)
     reply = httpx2.post(f"{base}/rollout/1/v1/reward", json={"value": 1})
     assert reply.status_code == 404 and reply.json()["error"]["code"] == "rollout_not_found"
     assert not server._episodes

@@ -29,8 +29,8 @@ from starlette.routing import Route
 from ostinato.apps.serve.agent_server import AgentServer
 from ostinato.apps.serve.elsewhere import Place
 from ostinato.apps.serve.proxy import Proxy
-from ostinato.apps.serve.served import Serving, open_service
-from ostinato.apps.serve.server import address, bind
+from ostinato.apps.serve.served import ServiceSpec, open_service
+from ostinato.apps.serve.server import format_address, open_socket
 from ostinato.apps.serve.service import Limits
 from ostinato.config import Recipe
 from ostinato.launch.policy import load_policy
@@ -79,17 +79,17 @@ def worker(address: str, agent: Callable[[str, Any], Awaitable[Any]], at_once: i
 def service(play: Callable[[Request], Awaitable[Response]]) -> Iterator[str]:
     """The address of an agent's own service."""
     app = Starlette(routes=[Route("/run", play, methods=["POST"])])
-    with bind("127.0.0.1", 0) as listening:
+    with open_socket("127.0.0.1", 0) as listening:
         runner = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
         thread = threading.Thread(target=lambda: runner.run(sockets=[listening]), daemon=True)
         thread.start()
-        yield f"{address(listening)}/run"
+        yield f"{format_address(listening)}/run"
         runner.should_exit = True
         thread.join(20)
 
 
 def fetched(world: World, **options: Any) -> Any:
-    return world.agent(world.server.elsewhere.wait_for_worker, queued=True, **options)
+    return world.agent(world.server.remote_rollouts.wait_for_worker, is_queued=True, **options)
 
 
 def test_a_worker_elsewhere_plays_the_episodes_of_an_agent_in_the_process(policy: Any) -> None:
@@ -139,7 +139,7 @@ def test_a_service_plays_what_it_is_sent_and_its_faults_have_names(policy: Any) 
         assert refused.status_code == 401
 
         async def sent(base_url: str, row: Any) -> Any:
-            return await world.server.elsewhere.send(url, base_url, row)
+            return await world.server.remote_rollouts.send_rollout(url, base_url, row)
 
         with started(policy) as inside:
             group = world.play(world.agent(sent))
@@ -162,7 +162,7 @@ def test_a_proxy_records_rollouts_by_id_and_an_id_is_a_seed(tmp_path: Path) -> N
         out: JsonlZst, ids: list[str], idle_s: float, agent: Any = agents.guess, recipe: Recipe = recipe
     ) -> None:
         end, begun, where = asyncio.Event(), asyncio.Event(), []
-        serving = Serving(
+        serving = ServiceSpec(
             target="asset:seed-moe", overrides=("model.dtype=float32",), limits=Limits(context=0)
         )
         with open_service(serving) as served:
@@ -226,9 +226,9 @@ def test_recipes_that_cannot_be_are_refused(task: str, sentence: str) -> None:
 
 
 def test_another_address_than_this_machines_needs_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ostinato.apps.serve.server import KEY, key_for
+    from ostinato.apps.serve.server import KEY_VARIABLE, choose_key
 
-    monkeypatch.delenv(KEY, raising=False)
-    assert key_for("127.0.0.1", "task.agent_host") == ""
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    assert choose_key("127.0.0.1", "task.agent_host") == ""
     with pytest.raises(ValueError, match=r"task\.agent_host 10\.0\.0\.1 can be reached by other machines"):
-        key_for("10.0.0.1", "task.agent_host")
+        choose_key("10.0.0.1", "task.agent_host")

@@ -24,7 +24,7 @@ from ostinato.access import STRICT
 from ostinato.apps.memory.conversations import Keeping, open_memory
 from ostinato.apps.memory.refill import ChatModel
 from ostinato.apps.memory.upstream import SESSION_HEADER, Upstream
-from ostinato.apps.serve.server import HttpServer, address, bind
+from ostinato.apps.serve.server import HttpServer, format_address, open_socket
 from ostinato.run import JsonlZst
 
 BUDGET = 500
@@ -137,7 +137,7 @@ def test_another_programs_chat_is_kept_within_the_budget_by_a_proxy(at: ServerAt
     keeping = Keeping(budget=300, file=tmp_path / "m.sqlite")
     with (
         open_memory(keeping, None, ChatModel("http://127.0.0.1:9")) as kept,
-        bind("127.0.0.1", 0) as listening,
+        open_socket("127.0.0.1", 0) as listening,
     ):
         assert kept is not None
         app = Upstream(f"{at.url}/v1", kept).app()
@@ -145,7 +145,7 @@ def test_another_programs_chat_is_kept_within_the_budget_by_a_proxy(at: ServerAt
         thread = threading.Thread(target=runner.serve_until_signal, daemon=True)
         thread.start()
         until(lambda: runner.started)
-        url, names = address(listening), set[str]()
+        url, names = format_address(listening), set[str]()
         for turns in (1, 2, 40):
             status, reply, headers = ask(url, chat(turns), "")
             names.add(headers[SESSION_HEADER])

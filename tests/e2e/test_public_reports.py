@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ostinato.config import Recipe
-from ostinato.env.rows import read_prompts
+from ostinato.env.rows import read_source
 from ostinato.launch.inputs import prepare_inputs
 from ostinato.launch.sft import read_rows
 from ostinato.model.named import find_model_folder
@@ -81,5 +81,5 @@ def test_a_table_gives_a_call_no_arguments_of_other_tools(form: str, tmp_path: P
     else:
         source = str(tmp_path / "folder")
         pytest.importorskip("datasets").Dataset(table).save_to_disk(source)
-    for given, prompt in zip(rows, read_prompts(source, "train"), strict=True):
+    for given, prompt in zip(rows, read_source(source, "train"), strict=True):
         assert prompt.messages == tuple(given["prompt"]) and list(prompt.tools) == given["tools"]

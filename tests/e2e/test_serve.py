@@ -20,7 +20,7 @@ from commands import command, ended, environment, only_run, run
 from serving import At, server, until
 from worlds import adapters_of, tiny_decoder
 
-from ostinato.apps.serve.served import renew
+from ostinato.apps.serve.served import publish_newest
 from ostinato.launch.policy import load_policy, serve_policy
 from ostinato.model.decoder import Decoder
 from ostinato.model.hf import save_model
@@ -255,16 +255,16 @@ def test_a_policy_that_is_not_finite_is_refused_counted_and_the_old_one_goes_on(
         long = {"max_tokens": 600, "extra_body": {"ignore_eos": True}}
         with ThreadPoolExecutor(1) as pool:
             answer = pool.submit(chat, client, model="learns", **long)
-            until(lambda: at.served.service.under_way == 1)
-            asyncio.run(renew(at.served, "learns", lambda: (7, broken)))
+            until(lambda: at.served.service.num_sequences == 1)
+            asyncio.run(publish_newest(at.served, "learns", lambda: (7, broken)))
             assert answer.result().usage.completion_tokens == 600
         after = chat(client, model="learns", logprobs=True)
         assert after.choices == before.choices and after.system_fingerprint == "learns@0"
-        asyncio.run(renew(at.served, "learns", lambda: (9, good)))
+        asyncio.run(publish_newest(at.served, "learns", lambda: (9, good)))
         newer = chat(client, model="learns", logprobs=True)
         assert newer.system_fingerprint == "learns@9" and newer.choices != before.choices
         # the engine has it, the list of models not yet: answers of step 11 were said to be of step 9
-        publish = lambda engine: engine.publish(first, 11, at.served.service.model("learns").policy)  # noqa: E731
+        publish = lambda engine: engine.publish(first, 11, at.served.service.find_model("learns").policy)  # noqa: E731
         asyncio.run(at.served.thread.call(publish))
         latest = chat(client, model="learns", logprobs=True)
         assert latest.system_fingerprint == "learns@11" and latest.choices == before.choices
@@ -324,10 +324,10 @@ def test_clients_that_hang_up_free_their_sequences_at_once(at: At, client: Any) 
     for stream in streams:
         next(iter(stream))
         stream.close()
-    until(lambda: at.served.service.under_way == 0)
+    until(lambda: at.served.service.num_sequences == 0)
     with pytest.raises(openai.APITimeoutError):
         chat(client.with_options(timeout=0.3), **long)
-    until(lambda: at.served.service.under_way == 0)
+    until(lambda: at.served.service.num_sequences == 0)
     until(lambda: not asyncio.run(_running(at)))
     assert chat(client).choices[0].message.content is not None
 
@@ -341,7 +341,7 @@ def test_too_many_sequences_are_told_when_to_come_back() -> None:
         long = {"model": MODEL, "messages": QUESTION, "max_tokens": 800, "ignore_eos": True, "n": 4}
         with ThreadPoolExecutor(1) as pool:
             first = pool.submit(post, at, "/v1/chat/completions", long)
-            until(lambda: at.served.service.under_way == 4)
+            until(lambda: at.served.service.num_sequences == 4)
             refused = post(at, "/v1/chat/completions", {"model": MODEL, "messages": QUESTION})
             assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
             assert first.result().status_code == 200
@@ -362,7 +362,7 @@ def test_a_key_is_checked_and_a_time_limit_kept() -> None:
         assert late.status_code == 504 and late.json()["error"]["code"] == "timeout"
         streamed = post(at, "/v1/chat/completions", body | {"stream": True}, headers={"x-api-key": "secret"})
         assert streamed.status_code == 200 and '"code": "timeout"' in streamed.text
-        until(lambda: at.served.service.under_way == 0)
+        until(lambda: at.served.service.num_sequences == 0)
         assert httpx2.get(f"{at.url}/health").json() == {"status": "ok", "under_way": 0}
 
 

@@ -15,7 +15,7 @@ from qwen_like import save_qwen_like
 from serving import At, server
 
 from ostinato.apps.serve.calls import ApiError
-from ostinato.apps.serve.grammar import Guides, call_grammar, close_objects, json_grammar
+from ostinato.apps.serve.grammar import Guides, close_objects, make_call_grammar, make_json_grammar
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("llguidance")
@@ -200,16 +200,16 @@ def test_without_the_library_the_extra_is_named(at: At, monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "llguidance", None)
     guides = Guides(at.served.service.renderer, at.served.decoder.config.vocab_size)
     with pytest.raises(ApiError, match=r'pip install "ostinato\[grammar\]"'):
-        asyncio.run(guides.guides(json_grammar({"type": "json_object"}, "response_format"), 1))
+        asyncio.run(guides.make_guides(make_json_grammar({"type": "json_object"}, "response_format"), 1))
 
 
 def test_a_guide_leaves_what_its_grammar_may_go_on_with_and_an_end_only_where_it_may_end(at: At) -> None:
     """A random walk over what it leaves: always JSON of the schema, whatever is drawn."""
     renderer, vocab_size = at.served.service.renderer, at.served.decoder.config.vocab_size
     guides = Guides(renderer, vocab_size)
-    grammars = [json_grammar(FORMAT, "response_format"), call_grammar("required", TOOLS)]
+    grammars = [make_json_grammar(FORMAT, "response_format"), make_call_grammar("required", TOOLS)]
     for grammar in grammars:
-        for seed, guide in enumerate(asyncio.run(guides.guides(grammar, 8))):
+        for seed, guide in enumerate(asyncio.run(guides.make_guides(grammar, 8))):
             rng, answer = np.random.default_rng(seed), [0] * 0
             while not answer or answer[-1] not in renderer.stop_tokens:
                 free = np.flatnonzero(~guide(np.array(answer, np.int32)))

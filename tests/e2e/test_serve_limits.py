@@ -37,9 +37,9 @@ def test_prompts_are_counted_against_what_is_free(at: At) -> None:
     long = {"model": MODEL, "prompt": "1+1=", "max_tokens": 900, "ignore_eos": True, "n": 6}
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(post, at, "/v1/completions", **long)
-        until(lambda: at.served.service.under_way == 6)
+        until(lambda: at.served.service.num_sequences == 6)
         assert post(at, "/v1/completions", model=MODEL, prompt=["a"] * 3, max_tokens=1).status_code == 429
-        assert at.served.service.under_way == 6
+        assert at.served.service.num_sequences == 6
         assert first.result().status_code == 200
 
 
@@ -49,7 +49,7 @@ def test_a_long_text_holds_nobody_up(at: At) -> None:
     with ThreadPoolExecutor(1) as pool:
         long = pool.submit(post, at, "/tokenize", prompt=text)
         long.add_done_callback(lambda _: ended.append("long"))
-        until(lambda: at.served.service.tokenizing)
+        until(lambda: at.served.service.num_long_texts)
         assert httpx2.get(f"{at.url}/health", timeout=60).status_code == 200
         ended.append("health")
         assert long.result().json()["count"] > 10_000

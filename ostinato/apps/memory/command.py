@@ -51,7 +51,7 @@ def serve(
 
     try:
         from ostinato.apps.memory.upstream import FILES, Upstream
-        from ostinato.apps.serve.server import HttpServer, address, bind
+        from ostinato.apps.serve.server import HttpServer, format_address, open_socket
     except ModuleNotFoundError as error:
         raise ValueError(
             f'memory serve needs {error.name}; install it: pip install "ostinato[serve]"'
@@ -70,9 +70,13 @@ def serve(
         )
     keeping = Keeping(budget=budget, recent=recent, file=file, refill=refill)
     renderer = Renderer(find_model_folder(tokenizer)) if tokenizer else None
-    with open_memory(keeping, renderer, ChatModel(url, model, key)) as chats, bind(host, port) as listening:
+    with (
+        open_memory(keeping, renderer, ChatModel(url, model, key)) as chats,
+        open_socket(host, port) as listening,
+    ):
         assert chats is not None
         app = Upstream(url, chats, key).app()
-        say(f"OpenAI address {address(listening)}/v1 in front of {url}, {budget} tokens (Ctrl-C ends it)")
+        own_address = format_address(listening)
+        say(f"OpenAI address {own_address}/v1 in front of {url}, {budget} tokens (Ctrl-C ends it)")
         allowed = make_access(allowed_hosts, origins).permit_types(FILES)
         HttpServer(app, listening, allowed).serve_until_signal()

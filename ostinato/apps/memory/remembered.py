@@ -19,7 +19,7 @@ from ostinato.apps.memory.chat import Chat, Message, chat_sizes, hash_prefixes
 from ostinato.apps.memory.keep import Memory
 from ostinato.apps.memory.refill import Refiller
 from ostinato.apps.memory.sessions import Sessions
-from ostinato.apps.serve.calls import ApiError, json_of
+from ostinato.apps.serve.calls import ApiError, read_json
 from ostinato.apps.serve.metrics import Metrics
 
 COUNTERS = ("rewritten", "gone", "unsupported", "too_long", "failed", "read", "wrote")
@@ -47,7 +47,7 @@ class Remembered:
     def show(self, metrics: Metrics) -> None:
         """Add the counters of the memory to the metrics of a server."""
         read = lambda name: self.counters[f"memory/{name}"]  # noqa: E731
-        metrics.show(
+        metrics.add_counts(
             "memory", "Blocks rewritten and gone, refills refused, tokens read and written", COUNTERS, read
         )
 
@@ -121,7 +121,7 @@ class Remembered:
         """Pin, unpin or restore a block as ``body`` says, save the session and return its new view. Raises
         ApiError: 404 for an unknown session or block, 400 for another body or if there is no room for the
         block."""
-        document = json_of(body)
+        document = read_json(body)
         if (
             not isinstance(document, dict)
             or len(document) != 1

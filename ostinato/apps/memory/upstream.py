@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from ostinato.apps.memory.remembered import Remembered
-from ostinato.apps.serve.calls import ApiError, json_of
+from ostinato.apps.serve.calls import ApiError, read_json
 from ostinato.apps.serve.server import read_body
 
 FORWARDED_HEADERS = (
@@ -46,7 +46,7 @@ class Upstream:
     async def forward_chat(self, request: Request) -> Response:
         """Shorten the messages of a chat, save its session, and forward it. Raises ApiError for other
         bodies."""
-        body = json_of(await read_body(request), surrogates=True)
+        body = read_json(await read_body(request), surrogates=True)
         messages = body.get("messages") if isinstance(body, dict) else None
         if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
             raise ApiError("messages is no list of messages with roles", param="messages")
@@ -100,7 +100,7 @@ class Upstream:
 
         async def answer_error(request: Request, error: Exception) -> Response:
             assert isinstance(error, ApiError)
-            return JSONResponse(error.body(), status_code=error.status)
+            return JSONResponse(error.make_body(), status_code=error.status)
 
         return Starlette(
             routes=[

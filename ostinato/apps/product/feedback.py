@@ -42,10 +42,12 @@ class Feedback:
         self._refusal_count, self._acknowledged = 0, Acknowledged()
         outcomes = (*Outcome, "turned_away", "refused")
         read = lambda name: self._refusal_count if name == "refused" else intake.counts[name]  # noqa: E731
-        metrics.show("feedback_events", "Events by outcome", outcomes, read)
-        metrics.show("exchanges", "Answers recorded, and dropped", ("written", "dropped"), read)
-        metrics.show("feedback_store_failures", "Of the store", ("failures",), read)
-        metrics.show("feedback_waiting", "Not written yet", ("all",), lambda _: intake.waiting, gauge=True)
+        metrics.add_counts("feedback_events", "Events by outcome", outcomes, read)
+        metrics.add_counts("exchanges", "Answers recorded, and dropped", ("written", "dropped"), read)
+        metrics.add_counts("feedback_store_failures", "Of the store", ("failures",), read)
+        metrics.add_counts(
+            "feedback_waiting", "Not written yet", ("all",), lambda _: intake.waiting, is_gauge=True
+        )
 
     # ---- events
 

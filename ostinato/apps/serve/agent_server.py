@@ -19,15 +19,22 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from ostinato.apps.serve.anthropic_messages import MessagesBody, error_body, message
-from ostinato.apps.serve.anthropic_messages import events as message_events
+from ostinato.apps.serve.anthropic_messages import MessagesBody, make_error_body, make_response
+from ostinato.apps.serve.anthropic_messages import stream_events as stream_message_events
 from ostinato.apps.serve.bodies import ChatBody, parse_body
 from ostinato.apps.serve.calls import Answer, ApiError, Call, Message, Piece, ToolCall, Usage
-from ostinato.apps.serve.elsewhere import MODEL, Elsewhere, Place, id_of, number
+from ostinato.apps.serve.elsewhere import MODEL, Place, RemoteRollouts, check_number, parse_rollout_id
 from ostinato.apps.serve.openai_chat import Shape
 from ostinato.apps.serve.openai_responses import ResponsesBody, ResponseShape
-from ostinato.apps.serve.server import HttpServer, address, bind, guard, read_body, run_while_connected
-from ostinato.apps.serve.toolcalls import CallForm, for_equals, read_calls, read_equals
+from ostinato.apps.serve.server import (
+    HttpServer,
+    format_address,
+    guard,
+    open_socket,
+    read_body,
+    run_while_connected,
+)
+from ostinato.apps.serve.toolcalls import CallForm, convert_to_equals, read_calls, read_equals
 from ostinato.inputs import parse_json
 from ostinato.render import Renderer
 from ostinato.types import Completion, Stop
@@ -38,16 +45,16 @@ IDLE_S = 600  # an agent's client may use a connection again after a long tool
 Agent = Callable[[str, Mapping[str, Any]], Any]
 
 
-class Begun:
+class FetchNotice:
     """A worker has fetched the rollout: from now on the limit on its agent's silence applies."""
 
 
-class Waiting:
+class PendingRequest:
     """An agent's request that has no answer yet. It is created and answered in different threads."""
 
     def __init__(self, call: Call) -> None:
         self.call = call
-        self.left = asyncio.Event()  # belongs to the episode's loop: the agent has hung up
+        self.hangup = asyncio.Event()  # belongs to the episode's loop: the agent has hung up
         self._loop, self._answer = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
 
     def settle(self, answer: Answer | ApiError) -> None:
@@ -62,11 +69,11 @@ class Waiting:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(settle)
 
-    async def answer(self) -> Answer:
+    async def wait_for_answer(self) -> Answer:
         return await self._answer
 
 
-Event = Waiting | BaseException | Begun | None  # None: the agent has ended
+Event = PendingRequest | BaseException | FetchNotice | None  # None: the agent has ended
 
 
 class Episode(Protocol):
@@ -75,9 +82,9 @@ class Episode(Protocol):
     reward: float | None
     base_url: str
 
-    def put(self, event: Event) -> None: ...
+    def put_event(self, event: Event) -> None: ...
 
-    def leave(self, waiting: Waiting) -> None: ...
+    def report_hangup(self, waiting: PendingRequest) -> None: ...
 
 
 class AgentServer:
@@ -90,19 +97,19 @@ class AgentServer:
         *,
         calls: CallForm = "json",
         wait_s: float = 600.0,
-        opened: Callable[[str], Awaitable[None]] | None = None,
+        open_rollout: Callable[[str], Awaitable[None]] | None = None,
     ) -> None:
-        self.renderer, self._calls, self._opened = renderer, calls, opened
+        self.renderer, self._calls, self._open_rollout = renderer, calls, open_rollout
         self._place = place = place or Place()
-        self.elsewhere = Elsewhere(place.key, self._report_begun, wait_s)
+        self.remote_rollouts = RemoteRollouts(place.key, self._report_begun, wait_s)
         self._episodes: dict[str, Episode] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._num_ids, self._has_warned = 0, False
-        self._listening = bind(place.host, place.port)
-        self.address = place.address.rstrip("/") or address(self._listening)
+        self._listening = open_socket(place.host, place.port)
+        self.address = place.address.rstrip("/") or format_address(self._listening)
         self._loop = asyncio.new_event_loop()
         options: dict[str, Any] = {"idle_s": IDLE_S, "log_level": "error", "lifespan": "off"}
-        self._http = HttpServer(self._make_app(), self._listening, place.allowed, **options)
+        self._http = HttpServer(self._make_app(), self._listening, place.full_access, **options)
         self._thread = threading.Thread(target=self._serve, name="agents", daemon=True)
         self._thread.start()
 
@@ -118,22 +125,24 @@ class AgentServer:
         tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         for task in tasks:
             task.cancel()
-        await asyncio.wait([*tasks, asyncio.create_task(self.elsewhere.close())], timeout=END_S)
+        await asyncio.wait([*tasks, asyncio.create_task(self.remote_rollouts.close())], timeout=END_S)
 
-    def for_template(
+    def convert_chat(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
     ) -> tuple[list[dict[str, Any]], list[Mapping[str, Any]]]:
         """Return (messages, tools) for the renderer, with tool calls in the form of this server."""
         if self._calls == "equals":
-            return for_equals(messages, tools), []
+            return convert_to_equals(messages, tools), []
         return [dict(message) for message in messages], list(tools)
 
-    def measure(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> int:
+    def count_tokens(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> int:
         """Return the number of tokens of a prompt."""
-        chat, template_tools = self.for_template(messages, tools)
+        chat, template_tools = self.convert_chat(messages, tools)
         return len(self.renderer.chat(chat, tools=template_tools))
 
-    def read(self, completion: Completion, call: Call, number: str) -> tuple[str, tuple[ToolCall, ...]]:
+    def read_answer(
+        self, completion: Completion, call: Call, number: str
+    ) -> tuple[str, tuple[ToolCall, ...]]:
         """Return (content, tool calls) of an answer; ``number`` begins the ids of the calls."""
         if self._calls == "json":
             return read_calls(completion.text, number)
@@ -142,7 +151,7 @@ class AgentServer:
         content, calls = read_equals(text, call.tools, number)
         return (content, calls) if calls else (completion.text, ())
 
-    def begin(self, episode: Episode, agent: Agent, row: Mapping[str, Any], id_: str = "") -> str:
+    def begin_episode(self, episode: Episode, agent: Agent, row: Mapping[str, Any], id_: str = "") -> str:
         """Start the agent of an episode and return the agent's base URL."""
         self._num_ids += 1
         id_ = id_ or f"{self._num_ids:x}"
@@ -169,15 +178,15 @@ class AgentServer:
                 if not self._has_warned:
                     log.warning("an agent failed, the first of this run: %s: %s", type(error).__name__, error)
                 self._has_warned = True
-                episode.put(error)
+                episode.put_event(error)
             else:
-                episode.put(None)
+                episode.put_event(None)
 
         self._tasks[id_] = self._loop.create_task(run())
 
-    def end(self, episode: Episode) -> None:
+    def end_episode(self, episode: Episode) -> None:
         """Cancel an episode's agent and forget its address."""
-        id_ = id_of(episode.base_url)
+        id_ = parse_rollout_id(episode.base_url)
 
         def end() -> None:
             self._episodes.pop(id_, None)
@@ -200,28 +209,30 @@ class AgentServer:
             "/v1/responses": self._handle_responses,
             "/v1/messages": self._handle_messages,
             "/v1/reward": self._handle_reward,
-            "/v1/end": self.elsewhere.end,
+            "/v1/end": self.remote_rollouts.record_end,
         }
         key = self._place.key
         routes = [
             Route("/rollout/{id}" + path, guard(handler, key, _make_refusal(path)), methods=["POST"])
             for path, handler in handlers.items()
         ]
-        fetch = Route("/rollouts/next", guard(self.elsewhere.next, key, _make_refusal("")), methods=["POST"])
+        fetch = Route(
+            "/rollouts/next", guard(self.remote_rollouts.give_next, key, _make_refusal("")), methods=["POST"]
+        )
         return Starlette(routes=[*routes, fetch])
 
-    def has(self, id_: str) -> bool:
+    def has_rollout(self, id_: str) -> bool:
         """Return whether there is a rollout of this id."""
         return id_ in self._episodes
 
-    def finish(self, id_: str) -> None:
+    def finish_rollout(self, id_: str) -> None:
         """End a rollout as if its agent had ended."""
         if episode := self._episodes.get(id_):
-            episode.put(None)
+            episode.put_event(None)
 
     def _report_begun(self, id_: str) -> None:
         if id_ in self._episodes:
-            self._episodes[id_].put(Begun())
+            self._episodes[id_].put_event(FetchNotice())
 
     def _find_episode(self, request: Request) -> Episode:
         id_ = request.path_params["id"]
@@ -243,9 +254,11 @@ class AgentServer:
         if call.n != 1:
             raise ApiError(f"n is {call.n}; a rollout has one answer to a request", param="n")
         if self._calls == "equals":
-            for_equals((), call.tools)  # raises here, so that the error is the request's and not the run's
-        if self._opened is not None and (id_ := request.path_params["id"]) not in self._episodes:
-            await self._opened(id_)
+            convert_to_equals(
+                (), call.tools
+            )  # raises here, so that the error is the request's and not the run's
+        if self._open_rollout is not None and (id_ := request.path_params["id"]) not in self._episodes:
+            await self._open_rollout(id_)
         if call.grammar:
             raise ApiError("a rollout is sampled as its run says; leave response_format and tool_choice out")
         if call.template_kwargs or call.continue_final or not call.add_generation_prompt:
@@ -253,12 +266,12 @@ class AgentServer:
                 "a rollout's prompt is a chat that the assistant answers; leave out chat_template_kwargs, "
                 "documents, efforts of reasoning, and words of the assistant to be continued"
             )
-        waiting, episode = Waiting(call), self._find_episode(request)
-        episode.put(waiting)
+        waiting, episode = PendingRequest(call), self._find_episode(request)
+        episode.put_event(waiting)
         try:
-            return await run_while_connected(request, waiting.answer())
+            return await run_while_connected(request, waiting.wait_for_answer())
         except ClientDisconnect:
-            episode.leave(waiting)
+            episode.report_hangup(waiting)
             raise
 
     async def _handle_chat(self, request: Request) -> Response:
@@ -272,11 +285,11 @@ class AgentServer:
             renderer=self.renderer,
             call=call,
             body=body,
-            chat=True,
+            is_chat=True,
         )
         if body.stream:
-            return await _stream_answer(answer, shape.events)
-        return JSONResponse(shape.whole([answer], Usage.of([answer])))
+            return await _stream_answer(answer, shape.stream_events)
+        return JSONResponse(shape.make_response([answer], Usage.count([answer])))
 
     async def _handle_responses(self, request: Request) -> Response:
         body = parse_body(ResponsesBody, await read_body(request))
@@ -284,15 +297,15 @@ class AgentServer:
         answer = await self._answer(request, call)
         shape = ResponseShape(id="rollout", model=MODEL, renderer=self.renderer, call=call, body=body)
         if body.stream:
-            return await _stream_answer(answer, shape.events)
-        return JSONResponse(shape.whole([answer]))
+            return await _stream_answer(answer, shape.stream_events)
+        return JSONResponse(shape.make_response([answer]))
 
     async def _handle_messages(self, request: Request) -> Response:
         body = parse_body(MessagesBody, await read_body(request))
         answer = await self._answer(request, body.to_call())
         if body.stream:
-            return await _stream_answer(answer, lambda parts: message_events("rollout", MODEL, parts))
-        return JSONResponse(message("rollout", MODEL, [answer]))
+            return await _stream_answer(answer, lambda parts: stream_message_events("rollout", MODEL, parts))
+        return JSONResponse(make_response("rollout", MODEL, [answer]))
 
     async def _handle_reward(self, request: Request) -> Response:
         """Set the reward of a rollout, once; 409 for a second one."""
@@ -300,7 +313,7 @@ class AgentServer:
             value = parse_json(await read_body(request))["value"]
         except (ValueError, TypeError, KeyError) as error:
             raise ApiError('send {"value": number}', param="value") from error
-        reward, episode = number(value, "value"), self._find_episode(request)
+        reward, episode = check_number(value, "value"), self._find_episode(request)
         if episode.reward is not None:
             raise ApiError(f"the rollout has its reward, {episode.reward:g}", status=409, code="reward_given")
         episode.reward = reward
@@ -318,5 +331,5 @@ async def _stream_answer(answer: Answer, events: Callable[[Any], Any]) -> Respon
 
 
 def _make_refusal(path: str) -> Callable[[ApiError], Response]:
-    body = error_body if path == "/v1/messages" else ApiError.body
+    body = make_error_body if path == "/v1/messages" else ApiError.make_body
     return lambda error: JSONResponse(body(error), status_code=error.status)

@@ -30,10 +30,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ostinato.apps.serve.agent_server import Agent, AgentServer, Begun, Event, Waiting
+from ostinato.apps.serve.agent_server import Agent, AgentServer, Event, FetchNotice, PendingRequest
 from ostinato.apps.serve.calls import Answer, ApiError, Call, Message
 from ostinato.apps.serve.elsewhere import MODEL
-from ostinato.apps.serve.openai_chat import message_of
+from ostinato.apps.serve.openai_chat import make_message
 from ostinato.apps.serve.verifiers import VerifiersAgent
 from ostinato.config.tasks import VERIFIERS
 from ostinato.env.rows import to_chat
@@ -42,7 +42,7 @@ from ostinato.tool_calls import parse_arguments, parse_calls
 from ostinato.types import Completion, Emitted, NewRow, Prompt
 
 
-def agent_of(spec: str, command: Sequence[str], params: Mapping[str, Any] = MappingProxyType({})) -> Agent:
+def load_agent(spec: str, command: Sequence[str], params: Mapping[str, Any] = MappingProxyType({})) -> Agent:
     """Return the agent that a recipe names: a function ("module:function", "file.py:function"),
     "verifiers:ID" with its ``params``, or a command.
 
@@ -106,7 +106,7 @@ class AgentEpisode:
         max_calls: float,
         silence_s: float | None,
         counters: Counter[str],
-        queued: bool = False,
+        is_queued: bool = False,
         id_: str = "",
         chat: ChatMemory | None = None,
     ) -> None:
@@ -114,10 +114,10 @@ class AgentEpisode:
         self._active_at = time.monotonic()
         self._server, self._agent, self._prompt = server, agent, prompt
         self._calls_left, self._silence_s, self._counters = max_calls, silence_s, counters
-        self._queued, self._id = queued, id_
+        self._is_queued, self._id = is_queued, id_
         self._memory = chat
         self._events: asyncio.Queue[Event] = asyncio.Queue()
-        self._current: Waiting | None = None
+        self._current: PendingRequest | None = None
         self._context = np.zeros(0, np.int32)
         self._chat: list[dict[str, Any]] = []  # in the template's form, with the last answer
         self._history: list[Message] = []  # in the agent's form
@@ -127,7 +127,7 @@ class AgentEpisode:
     async def start(self) -> np.ndarray:
         """Return the prompt of the agent's first request [P] int32."""
         self._loop = asyncio.get_running_loop()
-        self.base_url = self._server.begin(self, self._agent, self._make_row(), self._id)
+        self.base_url = self._server.begin_episode(self, self._agent, self._make_row(), self._id)
         waiting = await self._take_request()
         if waiting is None:
             raise RuntimeError("the agent ended without a call; its base_url is the first argument")
@@ -138,7 +138,7 @@ class AgentEpisode:
         agent has ended."""
         assert self._current is not None
         answer = self._make_answer(self._current.call, completion)
-        message = message_of(answer)
+        message = make_message(answer)
         self._history.append(
             {key: message[key] for key in ("role", "content", "tool_calls") if key in message}
         )
@@ -161,7 +161,7 @@ class AgentEpisode:
     async def left(self) -> None:
         """Wait until the agent hangs up on the request that is being answered."""
         assert self._current is not None
-        await self._current.left.wait()
+        await self._current.hangup.wait()
 
     async def instead(self) -> NewRow | None:
         """Return the agent's next request after it has hung up, as a new row. None when it has ended."""
@@ -180,10 +180,10 @@ class AgentEpisode:
         while not self._events.empty():  # requests that came while another was answered
             pending.append(self._events.get_nowait())
         for request in pending:
-            if isinstance(request, Waiting):
+            if isinstance(request, PendingRequest):
                 request.settle(ApiError("the rollout has ended", status=410, code="rollout_ended"))
         if hasattr(self, "base_url"):
-            self._server.end(self)
+            self._server.end_episode(self)
 
     # ---- in the event loop of the run
 
@@ -192,16 +192,16 @@ class AgentEpisode:
         prompt = {"prompt": self._prompt.text or messages, "messages": messages}
         return {"uid": self._prompt.uid, **prompt, **self._prompt.columns}
 
-    async def _take_request(self) -> Waiting | None:
+    async def _take_request(self) -> PendingRequest | None:
         """Wait for the agent's next request, which becomes the current one; None when the agent has ended."""
         try:
-            event = await asyncio.wait_for(self._events.get(), None if self._queued else self._silence_s)
+            event = await asyncio.wait_for(self._events.get(), None if self._is_queued else self._silence_s)
         except TimeoutError:
             raise RuntimeError(f"the agent made no call for {self._silence_s:g} s") from None
-        if isinstance(event, Begun):
-            self._queued = False
+        if isinstance(event, FetchNotice):
+            self._is_queued = False
             return await self._take_request()
-        if isinstance(event, Waiting) and event.left.is_set():  # while another call was answered
+        if isinstance(event, PendingRequest) and event.hangup.is_set():  # while another call was answered
             self._counters["agent/left"] += 1
             return await self._take_request()
         if isinstance(event, BaseException):
@@ -223,10 +223,10 @@ class AgentEpisode:
         if self._memory is not None:
             user_counts = (k for k, message in enumerate(messages, 1) if message["role"] == "user")
             self._memory.pinned = next(user_counts, None)  # and all messages before it
-            self._memory.measure = partial(self._server.measure, tools=call.tools)
+            self._memory.measure = partial(self._server.count_tokens, tools=call.tools)
             messages = self._memory.shorten(messages)
             self._counters["memory/rows"] += [*messages] != [*call.messages]
-        chat, template_tools = self._server.for_template(messages, call.tools)
+        chat, template_tools = self._server.convert_chat(messages, call.tools)
         self._chat, self._history, self._rendered_tools = list(chat), [*call.messages], template_tools
         self._tools, self._context = call.tools, self._server.renderer.chat(chat, tools=template_tools)
         self._counters["agent/rows"] += 1
@@ -238,7 +238,7 @@ class AgentEpisode:
         num_known = len(self._history)
         if call.tools == self._tools and _are_same(call.messages[:num_known], self._history):
             new_messages = call.messages[num_known:]
-            chat, _ = self._server.for_template(new_messages, ())
+            chat, _ = self._server.convert_chat(new_messages, ())
             try:
                 bridge = self._server.renderer.after_turn(
                     self._chat, chat, self._answer_tokens, tools=self._rendered_tools
@@ -257,7 +257,9 @@ class AgentEpisode:
 
     def _make_answer(self, call: Call, completion: Completion) -> Answer:
         number = f"{len(self._history):04x}"
-        content, calls = self._server.read(completion, call, number) if call.tools else (completion.text, ())
+        content, calls = (
+            self._server.read_answer(completion, call, number) if call.tools else (completion.text, ())
+        )
         if call.tools and not calls:
             names = {tool.get("function", tool)["name"] for tool in call.tools}
             self._counters["agent/unreadable"] += len(parse_calls(completion.text, names))
@@ -276,19 +278,19 @@ class AgentEpisode:
 
     # ---- from the thread of the server
 
-    def put(self, event: Event) -> None:
+    def put_event(self, event: Event) -> None:
         """Queue a request, or the agent's end."""
         self._active_at = time.monotonic()
         if self._has_ended:
             self._counters["agent/after_end"] += 1
-            if isinstance(event, Waiting):
+            if isinstance(event, PendingRequest):
                 event.settle(ApiError("the rollout has ended", status=410, code="rollout_ended"))
             return
         self._call_soon(self._events.put_nowait, event)
 
-    def leave(self, waiting: Waiting) -> None:
+    def report_hangup(self, waiting: PendingRequest) -> None:
         """Tell the episode that the agent has hung up on this request."""
-        self._call_soon(waiting.left.set)
+        self._call_soon(waiting.hangup.set)
 
     def _call_soon(self, call: Callable[..., None], *arguments: Any) -> None:
         with suppress(RuntimeError):  # the run's loop is closed

@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from ostinato.apps.serve.bodies import ACCOUNTS, MOST_MESSAGES, MOST_TOOLS, Strict, check_body
+from ostinato.apps.serve.bodies import ACCOUNT_FIELDS, MAX_MESSAGES, MAX_TOOLS, StrictBody, check_body
 from ostinato.apps.serve.calls import Answer, ApiError, Call, Piece, Usage
-from ostinato.apps.serve.grammar import call_grammar
-from ostinato.apps.serve.openai_chat import sse
+from ostinato.apps.serve.grammar import make_call_grammar
+from ostinato.apps.serve.openai_chat import format_event
 from ostinato.types import Stop
 
 _KINDS = {
@@ -22,7 +22,7 @@ _KINDS = {
 }
 
 
-class Block(Strict):
+class Block(StrictBody):
     """A part of a message."""
 
     harmless = frozenset({"cache_control", "citations", "caller", "is_error", "signature"})
@@ -36,31 +36,31 @@ class Block(Strict):
     content: Any = None
 
 
-class _Message(Strict):
+class _Message(StrictBody):
     role: Literal["user", "assistant", "system"]
     content: str | list[Block]
 
 
-class Thinking(Strict):
+class Thinking(StrictBody):
     """``thinking``. A budget of tokens is refused, as this server cannot keep it."""
 
     harmless = frozenset({"display"})
     type: Literal["disabled", "adaptive"]
 
 
-class MessagesBody(Strict):
+class MessagesBody(StrictBody):
     """POST /v1/messages and /v1/messages/count_tokens."""
 
-    harmless = ACCOUNTS | {"betas", "inference_geo"}
+    harmless = ACCOUNT_FIELDS | {"betas", "inference_geo"}
     model: str = ""
-    messages: Annotated[list[_Message], Field(min_length=1, max_length=MOST_MESSAGES)]
+    messages: Annotated[list[_Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     system: str | list[Block] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     stop_sequences: list[Annotated[str, Field(min_length=1)]] | None = None
-    tools: Annotated[list[dict[str, Any]], Field(max_length=MOST_TOOLS)] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: Thinking | None = None
     stream: bool | None = False
@@ -78,7 +78,7 @@ class MessagesBody(Strict):
             parallel_calls=not (self.tool_choice or {}).get("disable_parallel_tool_use"),
             template_kwargs={} if thinking is None else {"enable_thinking": thinking.type == "adaptive"},
             continue_final=self._continues_answer(),
-            grammar=call_grammar(tool_choice, tools),
+            grammar=make_call_grammar(tool_choice, tools),
             seed=self.seed,
             temperature=self.temperature,
             top_p=self.top_p,
@@ -152,7 +152,7 @@ def _convert_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def message(id_: str, model: str, answers: list[Answer]) -> dict[str, Any]:
+def make_response(id_: str, model: str, answers: list[Answer]) -> dict[str, Any]:
     """Return the response to a request that does not stream; without answers, the start of a stream."""
     blocks: list[dict[str, Any]] = []
     for answer in answers:
@@ -166,7 +166,7 @@ def message(id_: str, model: str, answers: list[Answer]) -> dict[str, Any]:
         "role": "assistant",
         "model": model,
         "content": blocks,
-        "stop_reason": stop_reason(answers[0]) if answers else None,
+        "stop_reason": find_stop_reason(answers[0]) if answers else None,
         "stop_sequence": None,
         "usage": _make_usage(answers),
     }
@@ -177,7 +177,7 @@ def _make_tool_use(id_: str, name: str, arguments: Any) -> dict[str, Any]:
 
 
 def _make_usage(answers: list[Answer]) -> dict[str, int]:
-    usage = Usage.of(answers)
+    usage = Usage.count(answers)
     return {
         "input_tokens": usage.prompt - usage.cached,
         "cache_read_input_tokens": usage.cached,
@@ -186,7 +186,7 @@ def _make_usage(answers: list[Answer]) -> dict[str, int]:
     }
 
 
-def stop_reason(answer: Answer) -> str:
+def find_stop_reason(answer: Answer) -> str:
     if answer.finish_reason == "length":
         return "max_tokens"
     if answer.tool_calls:
@@ -194,15 +194,15 @@ def stop_reason(answer: Answer) -> str:
     return "stop_sequence" if answer.completion.stop is Stop.STRING else "end_turn"
 
 
-async def events(
+async def stream_events(
     id_: str, model: str, parts: AsyncIterator[tuple[int, Piece | Answer]]
 ) -> AsyncIterator[str]:
     """Yield the event stream of an answer."""
 
     def make_event(kind: str, **data: Any) -> str:
-        return sse({"type": kind, **data}, kind)
+        return format_event({"type": kind, **data}, kind)
 
-    yield make_event("message_start", message=message(id_, model, []))
+    yield make_event("message_start", message=make_response(id_, model, []))
     has_text, index = False, 0
     async for _, part in parts:
         text = part.text if isinstance(part, Piece) else part.rest
@@ -222,12 +222,12 @@ async def events(
                 yield make_event("content_block_delta", index=index, delta=delta)
                 yield make_event("content_block_stop", index=index)
                 index += 1
-            end = {"stop_reason": stop_reason(part), "stop_sequence": None}
+            end = {"stop_reason": find_stop_reason(part), "stop_sequence": None}
             yield make_event("message_delta", delta=end, usage=_make_usage([part]))
             yield make_event("message_stop")
 
 
-def error_body(error: ApiError) -> dict[str, Any]:
+def make_error_body(error: ApiError) -> dict[str, Any]:
     """Return the error in Anthropic's format."""
     kind = _KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": str(error)}}

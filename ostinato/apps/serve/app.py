@@ -29,17 +29,17 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ostinato.apps.serve import anthropic_messages, openai_responses
 from ostinato.apps.serve.bodies import (
-    MOST_MESSAGES,
+    MAX_MESSAGES,
     ChatBody,
     CompletionBody,
-    Id,
-    Lenient,
-    Sampled,
+    LenientBody,
+    SamplingBody,
+    TokenId,
     check_body,
     parse_body,
 )
 from ostinato.apps.serve.calls import Answer, ApiError, Asker, Call, Piece, Usage
-from ostinato.apps.serve.openai_chat import GenerateBody, Shape, generation, sse
+from ostinato.apps.serve.openai_chat import GenerateBody, Shape, format_event, format_generation
 from ostinato.apps.serve.served import NO_ADDITIONS, Additions
 from ostinato.apps.serve.server import Handler, guard, read_body, run_while_connected
 from ostinato.apps.serve.service import Model, Service
@@ -58,22 +58,22 @@ class Handlers:
 
     # ---- dialects
 
-    async def chat(self, request: Request) -> Response:
+    async def answer_chat(self, request: Request) -> Response:
         body = parse_body(ChatBody, await self._read_body(request))
-        return await self._answer_openai(request, body, [body.to_call()], chat=True)
+        return await self._answer_openai(request, body, [body.to_call()], is_chat=True)
 
-    async def completions(self, request: Request) -> Response:
+    async def answer_completions(self, request: Request) -> Response:
         body = parse_body(CompletionBody, await self._read_body(request))
         self._service.check_room(body.num_answers)
-        return await self._answer_openai(request, body, body.to_calls(), chat=False)
+        return await self._answer_openai(request, body, body.to_calls(), is_chat=False)
 
     async def _answer_openai(
-        self, request: Request, body: Sampled, calls: list[Call], *, chat: bool
+        self, request: Request, body: SamplingBody, calls: list[Call], *, is_chat: bool
     ) -> Response:
         """Answer chat or text completions, whole or as a stream."""
         calls = [await self._assign_model(call, body) for call in calls]
-        model = self._service.model(calls[0].model)  # once, as the name may get another policy
-        id_ = _make_id("chatcmpl" if chat else "cmpl")
+        model = self._service.find_model(calls[0].model)  # once, as the name may get another policy
+        id_ = _make_id("chatcmpl" if is_chat else "cmpl")
         shape = Shape(
             id=id_,
             model=model.name,
@@ -81,80 +81,82 @@ class Handlers:
             renderer=self._service.renderer,
             call=calls[0],
             body=body,
-            chat=chat,
+            is_chat=is_chat,
         )
         parts = await self._run_calls(calls, model, id_, body)
         if body.stream:
-            return await _stream(parts, shape.events)
+            return await _stream(parts, shape.stream_events)
         answers = await _collect(request, parts)
-        prompt_scores = [(await self._service.prompt_scores(call, model), call.n) for call in calls]
+        prompt_scores = [(await self._service.score_prompt(call, model), call.n) for call in calls]
         scores = [scores_of_prompt for scores_of_prompt, n in prompt_scores for _ in range(n)]
         sorted_answers = [answers[index] for index in sorted(answers)]
-        return JSONResponse(shape.whole(sorted_answers, _sum_usage(calls, answers), scores))
+        return JSONResponse(shape.make_response(sorted_answers, _sum_usage(calls, answers), scores))
 
-    async def responses(self, request: Request) -> Response:
+    async def answer_responses(self, request: Request) -> Response:
         body = parse_body(openai_responses.ResponsesBody, await self._read_body(request))
         call, id_ = await self._assign_model(body.to_call(), body), _make_id("resp")
-        model, renderer = self._service.model(call.model), self._service.renderer
+        model, renderer = self._service.find_model(call.model), self._service.renderer
         shape = openai_responses.ResponseShape(
             id=id_, model=model.name, renderer=renderer, call=call, body=body
         )
         parts = await self._run_calls([call], model, id_, body)
         if body.stream:
-            return await _stream(parts, shape.events)
+            return await _stream(parts, shape.stream_events)
         answers = await _collect(request, parts)
-        return JSONResponse(shape.whole([answers[0]]))
+        return JSONResponse(shape.make_response([answers[0]]))
 
     async def generate(self, request: Request) -> Response:
         """Answer vLLM's request: token ids in, token ids and log-probabilities out."""
         body = parse_body(GenerateBody, await self._read_body(request))
         call, id_ = await self._assign_model(body.to_call(), body), _make_id("gen")
-        parts = await self._run_calls([call], self._service.model(call.model), id_, body)
+        parts = await self._run_calls([call], self._service.find_model(call.model), id_, body)
         answers = await _collect(request, parts)
-        return JSONResponse(generation(id_, call, [answers[index] for index in sorted(answers)]))
+        return JSONResponse(format_generation(id_, call, [answers[index] for index in sorted(answers)]))
 
-    async def messages(self, request: Request) -> Response:
+    async def answer_messages(self, request: Request) -> Response:
         body = parse_body(anthropic_messages.MessagesBody, await self._read_body(request))
         call, id_ = await self._assign_model(body.to_call(), body), secrets.token_hex(12)
-        model = self._service.model(call.model)
+        model = self._service.find_model(call.model)
         parts = await self._run_calls([call], model, f"msg_{id_}", body)
         if body.stream:
-            return await _stream(parts, lambda parts: anthropic_messages.events(id_, model.name, parts))
+            return await _stream(
+                parts, lambda parts: anthropic_messages.stream_events(id_, model.name, parts)
+            )
         answers = await _collect(request, parts)
-        return JSONResponse(anthropic_messages.message(id_, model.name, [answers[0]]))
+        return JSONResponse(anthropic_messages.make_response(id_, model.name, [answers[0]]))
 
     async def count_tokens(self, request: Request) -> Response:
         body = parse_body(anthropic_messages.MessagesBody, await self._read_body(request))
-        return JSONResponse({"input_tokens": len(await self._service.tokens(body.to_call()))})
+        return JSONResponse({"input_tokens": len(await self._service.make_prompt_aside(body.to_call()))})
 
-    async def _assign_model(self, call: Call, body: Lenient) -> Call:
+    async def _assign_model(self, call: Call, body: LenientBody) -> Call:
         """The call with the model of its user, and with a session's messages shortened by its memory."""
-        asker = Asker.of(body.model_extra or {})
+        asker = Asker.read(body.model_extra or {})
         if self._memory is not None and asker.session and call.messages:
             tools = () if call.tool_choice == "none" else call.tools
-            measure = partial(self._service.measure, tools=tools)
+            measure = partial(self._service.count_tokens, tools=tools)
             _, messages = await self._memory.shorten(asker.session, call.messages, measure)
             call = replace(call, messages=tuple(messages))
-        return self._service.assign(replace(call, salt=asker.salt), asker.user)
+        return self._service.assign_model(replace(call, salt=asker.salt), asker.user)
 
-    async def memory(self, request: Request) -> Response:
+    async def handle_memory(self, request: Request) -> Response:
         assert self._memory is not None
         name = request.path_params["name"]
         if request.method == "POST":
             return JSONResponse(await self._memory.change(name, await self._read_body(request)))
         return JSONResponse(await self._memory.view(name))
 
-    async def _run_calls(self, calls: list[Call], model: Model, id_: str, body: Lenient) -> Parts:
+    async def _run_calls(self, calls: list[Call], model: Model, id_: str, body: LenientBody) -> Parts:
         """Return the answers of ``model`` to all calls, which run concurrently. They are numbered
         consecutively across calls and recorded under ``id_``. Errors of the requests are raised here."""
         requests = []
         for call in calls:
-            requests.append(await self._service.requests(call, model))
+            requests.append(await self._service.make_requests(call, model))
             await asyncio.sleep(0)  # lets other requests run
-        asker = Asker.of(body.model_extra or {})
+        asker = Asker.read(body.model_extra or {})
 
         async def answer_call(call: Call, call_requests: list[Any], offset: int) -> Parts:
-            async with aclosing(self._service.answer(call, call_requests)) as parts:
+            async with aclosing(self._service.answer_call(call, call_requests)) as parts:
                 async for part in parts:
                     if self._feedback is not None and isinstance(part, Answer):
                         self._feedback.record(id_, model, call, part, asker, offset + part.index)
@@ -169,12 +171,12 @@ class Handlers:
 
     # ---- other routes
 
-    async def models(self, request: Request) -> Response:
+    async def list_models(self, request: Request) -> Response:
         rows = [self._describe_model(model) for model in self._service.models.values()]
         return JSONResponse({"object": "list", "data": rows, "has_more": False})
 
-    async def model(self, request: Request) -> Response:
-        return JSONResponse(self._describe_model(self._service.model(request.path_params["name"])))
+    async def get_model(self, request: Request) -> Response:
+        return JSONResponse(self._describe_model(self._service.find_model(request.path_params["name"])))
 
     def _describe_model(self, model: Model) -> dict[str, Any]:
         return {
@@ -192,7 +194,7 @@ class Handlers:
         body = parse_body(_Tokenize, await self._read_body(request))
         if body.messages is not None:
             chat = {"messages": body.messages, **(body.model_extra or {})}
-            tokens = await self._service.tokens(check_body(ChatBody, chat).to_call())
+            tokens = await self._service.make_prompt_aside(check_body(ChatBody, chat).to_call())
         else:
             tokens = await self._service.encode(body.prompt)
         limit = self._service.limits.context
@@ -205,22 +207,22 @@ class Handlers:
             raise ApiError(f"tokens holds an id outside 0 to {top - 1}", param="tokens")
         return JSONResponse({"prompt": await self._service.decode(body.tokens)})
 
-    async def feedback(self, request: Request) -> Response:
+    async def record_feedback(self, request: Request) -> Response:
         assert self._feedback is not None
         return JSONResponse(await self._feedback.post(await self._read_body(request)))
 
-    async def script(self, request: Request) -> Response:
+    async def get_script(self, request: Request) -> Response:
         assert self._feedback is not None
         return self._feedback.script()
 
-    async def health(self, request: Request) -> Response:
-        return JSONResponse({"status": "ok", "under_way": self._service.under_way})
+    async def report_health(self, request: Request) -> Response:
+        return JSONResponse({"status": "ok", "under_way": self._service.num_sequences})
 
-    async def metrics(self, request: Request) -> Response:
-        text = self._service.metrics.text()
+    async def report_metrics(self, request: Request) -> Response:
+        text = self._service.metrics.format_text()
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    async def page(self, request: Request) -> Response:
+    async def show_page(self, request: Request) -> Response:
         policy = (
             "default-src 'none'; style-src 'unsafe-inline'; script-src 'self' 'unsafe-inline'; img-src data:"
         )
@@ -246,7 +248,7 @@ class Handlers:
 
         async def handle_and_count(request: Request) -> Response:
             response = await guarded_handler(request)
-            metrics.left.inc(response.status_code == 499)
+            metrics.hangups.inc(response.status_code == 499)
             metrics.requests.labels(path, response.status_code).inc()
             return response
 
@@ -256,13 +258,13 @@ class Handlers:
         return await read_body(request, self._service.limits.body_bytes)
 
 
-class _Tokenize(Lenient):
+class _Tokenize(LenientBody):
     prompt: str = ""
-    messages: Annotated[list[dict[str, Any]], Field(max_length=MOST_MESSAGES)] | None = None
+    messages: Annotated[list[dict[str, Any]], Field(max_length=MAX_MESSAGES)] | None = None
 
 
-class _Detokenize(Lenient):
-    tokens: list[Id]
+class _Detokenize(LenientBody):
+    tokens: list[TokenId]
 
 
 def _make_id(kind: str) -> str:
@@ -274,7 +276,7 @@ def _sum_usage(calls: list[Call], answers: dict[int, Answer]) -> Usage:
     """Sum the usage of all calls. Each prompt counts once, whatever its number of answers."""
     parts, offset = [], 0
     for call in calls:
-        parts.append(Usage.of([answers[offset + k] for k in range(call.n)]))
+        parts.append(Usage.count([answers[offset + k] for k in range(call.n)]))
         offset += call.n
     return Usage(
         prompt=sum(part.prompt for part in parts),
@@ -284,7 +286,7 @@ def _sum_usage(calls: list[Call], answers: dict[int, Answer]) -> Usage:
 
 
 def _make_refusal(error: ApiError, dialect: str) -> Response:
-    body = anthropic_messages.error_body(error) if dialect == "anthropic" else error.body()
+    body = anthropic_messages.make_error_body(error) if dialect == "anthropic" else error.make_body()
     headers = {"Retry-After": str(error.retry_after)} if error.retry_after else {}
     return JSONResponse(body, status_code=error.status, headers=headers)
 
@@ -301,7 +303,7 @@ async def _stream(parts: Parts, events: Callable[[Parts], AsyncIterator[str]]) -
                 async for line in events(_prepend_part(first_part, parts)):
                     yield line
             except ApiError as error:
-                yield sse(error.body(), "error")
+                yield format_event(error.make_body(), "error")
 
     return StreamingResponse(
         write_lines(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
@@ -364,7 +366,7 @@ class Direct:
             await self._app(scope, receive, send)
 
 
-def new_app(
+def make_app(
     service: Service,
     *,
     key: str = "",
@@ -385,29 +387,32 @@ def new_app(
         sentence = f"{request.method} {request.url.path}: {error.detail}"
         return _make_refusal(ApiError(sentence, status=error.status_code), "openai")
 
-    feedback_routes = [route("/feedback", handlers.feedback), Route("/feedback.js", handlers.script)]
-    events = handlers.guard(handlers.feedback, "/feedback")
+    feedback_routes = [
+        route("/feedback", handlers.record_feedback),
+        Route("/feedback.js", handlers.get_script),
+    ]
+    events = handlers.guard(handlers.record_feedback, "/feedback")
     return Starlette(
         routes=[
             *(feedback_routes if feedback is not None else ()),
-            route("/v1/chat/completions", handlers.chat),
-            route("/v1/completions", handlers.completions),
-            route("/v1/responses", handlers.responses),
-            route("/v1/messages", handlers.messages, dialect="anthropic"),
+            route("/v1/chat/completions", handlers.answer_chat),
+            route("/v1/completions", handlers.answer_completions),
+            route("/v1/responses", handlers.answer_responses),
+            route("/v1/messages", handlers.answer_messages, dialect="anthropic"),
             route("/v1/messages/count_tokens", handlers.count_tokens, dialect="anthropic"),
-            route("/v1/models", handlers.models, "GET"),
-            route("/v1/models/{name:path}", handlers.model, "GET"),
+            route("/v1/models", handlers.list_models, "GET"),
+            route("/v1/models/{name:path}", handlers.get_model, "GET"),
             route("/inference/v1/generate", handlers.generate),
             route("/tokenize", handlers.tokenize),
             route("/detokenize", handlers.detokenize),
             *(
-                [route("/v1/memory/{name:path}", handlers.memory, m) for m in ("GET", "POST")]
+                [route("/v1/memory/{name:path}", handlers.handle_memory, m) for m in ("GET", "POST")]
                 if memory
                 else []
             ),
-            Route("/metrics", handlers.metrics),
-            Route("/health", handlers.health),
-            Route("/", handlers.page),
+            Route("/metrics", handlers.report_metrics),
+            Route("/health", handlers.report_health),
+            Route("/", handlers.show_page),
         ],
         exception_handlers={HTTPException: handle_failure},
         lifespan=lifespan,

@@ -12,8 +12,8 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from ostinato.apps.serve.calls import ApiError, Call, json_of
-from ostinato.apps.serve.grammar import call_grammar, json_grammar
+from ostinato.apps.serve.calls import ApiError, Call, read_json
+from ostinato.apps.serve.grammar import make_call_grammar, make_json_grammar
 
 _EMPTY: tuple[Any, ...] = (None, "", [], {})  # no field has an effect with these values
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {  # these fields have no effect with these values
@@ -26,24 +26,24 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {  # these fields have no effect w
     "truncation": ("disabled",),
     "verbosity": ("medium",),
 }
-ACCOUNTS = frozenset(
+ACCOUNT_FIELDS = frozenset(
     {"user", "safety_identifier", "metadata", "store", "service_tier", "priority", "request_id"}
     | {"prompt_cache_key", "prompt_cache_retention", "cache_salt"}
 )
 Body = TypeVar("Body", bound=BaseModel)
-MOST_MESSAGES = 10_000  # of a chat, in any dialect
-MOST_TOOLS = 512  # of a request, in any dialect; OpenAI takes 128
-Id = Annotated[int, Field(ge=0, lt=2**31)]  # of a token
-Stops = Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=16)]
+MAX_MESSAGES = 10_000  # of a chat, in any dialect
+MAX_TOOLS = 512  # of a request, in any dialect; OpenAI takes 128
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]  # of a token
+StopStrings = Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=16)]
 
 
-class Lenient(BaseModel):
+class LenientBody(BaseModel):
     """A part of a request whose other fields are passed on, or have no effect."""
 
     model_config = ConfigDict(extra="allow")
 
 
-class Strict(Lenient):
+class StrictBody(LenientBody):
     """A part of a request whose other fields are refused, unless they are ``harmless``."""
 
     harmless: ClassVar[frozenset[str]] = frozenset()
@@ -55,7 +55,7 @@ class Strict(Lenient):
         return {k: v for k, v in fields.items() if v is not None} if isinstance(fields, dict) else fields
 
     @model_validator(mode="after")
-    def _refuse_unknown(self) -> Strict:
+    def _refuse_unknown(self) -> StrictBody:
         for name, value in (self.model_extra or {}).items():
             if name in self.harmless or value in (*_EMPTY, *_WITHOUT_EFFECT.get(name, ())):
                 continue
@@ -63,24 +63,24 @@ class Strict(Lenient):
         return self
 
 
-class Options(Strict):
+class StreamOptions(StrictBody):
     """``stream_options``."""
 
     harmless = frozenset({"include_obfuscation"})
     include_usage: bool = False
 
 
-class Format(Lenient):
+class Format(LenientBody):
     """``response_format``."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     json_schema: dict[str, Any] | None = None
 
 
-class Sampled(Strict):
+class SamplingBody(StrictBody):
     """The fields that chat and completions share."""
 
-    harmless = ACCOUNTS
+    harmless = ACCOUNT_FIELDS
     model: str = ""
     n: Annotated[int, Field(ge=1)] = 1
     seed: int | None = None
@@ -90,17 +90,17 @@ class Sampled(Strict):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] = 0
-    stop: str | Stops | None = None
-    stop_token_ids: list[Id] | None = None
+    stop: str | StopStrings | None = None
+    stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool = False
     stream: bool | None = False
-    stream_options: Options | None = None
+    stream_options: StreamOptions | None = None
     return_token_ids: bool | None = False
     return_tokens_as_token_ids: bool | None = False  # in log-probabilities: "token_id:42"
     return_routed_experts: bool | None = False
     response_format: Format | None = None
 
-    def call(self, **prompt: Any) -> Call:
+    def make_call(self, **prompt: Any) -> Call:
         """Return the call; ``prompt``: its prompt, and fields that only one dialect has."""
         format_ = {} if self.response_format is None else self.response_format.model_dump()
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
@@ -116,22 +116,22 @@ class Sampled(Strict):
             stop=tuple(stop for stop in stops if stop),
             stop_tokens=tuple(self.stop_token_ids or ()),
             ignore_eos=self.ignore_eos,
-            **{"grammar": json_grammar(format_, "response_format"), **prompt},
+            **{"grammar": make_json_grammar(format_, "response_format"), **prompt},
         )
 
 
-class Function(Lenient):
+class Function(LenientBody):
     name: Annotated[str, Field(min_length=1)]
     description: str = ""
     parameters: dict[str, Any] | None = None
 
 
-class Tool(Lenient):
+class Tool(LenientBody):
     type: Literal["function"] = "function"
     function: Function
 
 
-class Part(Strict):
+class Part(StrictBody):
     """A part of a message's content."""
 
     harmless = frozenset({"annotations", "cache_control", "logprobs", "prompt_cache_breakpoint"})
@@ -140,25 +140,25 @@ class Part(Strict):
     refusal: str = ""
 
 
-def text_of(content: str | list[Part] | None) -> str:
+def join_text(content: str | list[Part] | None) -> str:
     """Return the text of a message's content."""
     if isinstance(content, list):
         return "".join(part.text or part.refusal for part in content)
     return content or ""
 
 
-class Called(Lenient):
+class CalledFunction(LenientBody):
     name: str
     arguments: str | dict[str, Any] = "{}"
 
 
-class CalledTool(Lenient):
+class CalledTool(LenientBody):
     """A tool call in a message that the request gives as the assistant's."""
 
-    function: Called
+    function: CalledFunction
 
 
-class ChatMessage(Strict):
+class ChatMessage(StrictBody):
     harmless = frozenset({"annotations", "provider_specific_fields", "id", "status", "type"})
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[Part] | None = None
@@ -168,7 +168,7 @@ class ChatMessage(Strict):
     reasoning_content: str | None = None
     reasoning: str | None = None  # the newer name of reasoning_content in vLLM
 
-    def plain(self) -> dict[str, Any]:
+    def to_template(self) -> dict[str, Any]:
         """Return the message in the format of chat templates."""
         role = "system" if self.role == "developer" else self.role
         optional_fields = {
@@ -178,17 +178,17 @@ class ChatMessage(Strict):
             "reasoning_content": self.reasoning_content or self.reasoning,
         }
         extra_fields = {name: value for name, value in optional_fields.items() if value}
-        return {"role": role, "content": text_of(self.content), **extra_fields}
+        return {"role": role, "content": join_text(self.content), **extra_fields}
 
 
-class ChatBody(Sampled):
+class ChatBody(SamplingBody):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Field(ge=0)] | None = 0
-    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = True
     chat_template_kwargs: dict[str, Any] | None = None  # from here on vLLM's fields
@@ -202,9 +202,9 @@ class ChatBody(Sampled):
         options = {"documents": self.documents, "reasoning_effort": self.reasoning_effort}
         template_options = {name: value for name, value in options.items() if value}
         tools = tuple(tool.model_dump(exclude_none=True) for tool in self.tools or ())
-        tool_grammar = call_grammar(self.tool_choice, tools)
-        return self.call(
-            messages=tuple(message.plain() for message in self.messages),
+        tool_grammar = make_call_grammar(self.tool_choice, tools)
+        return self.make_call(
+            messages=tuple(message.to_template() for message in self.messages),
             tools=tools,
             tool_choice="none" if self.tool_choice == "none" else "auto",
             parallel_calls=self.parallel_tool_calls is not False,
@@ -218,10 +218,10 @@ class ChatBody(Sampled):
         )
 
 
-class CompletionBody(Sampled):
+class CompletionBody(SamplingBody):
     """POST /v1/completions: a text, token ids, or a list of either."""
 
-    prompt: str | list[Id] | list[str] | list[list[Id]]
+    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
     logprobs: Annotated[int, Field(ge=0)] | None = None
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0)] | None = None  # vLLM's
@@ -246,7 +246,7 @@ class CompletionBody(Sampled):
         if not prompts:
             raise ApiError("prompt is an empty list; give at least one prompt", param="prompt")
         return [
-            self.call(
+            self.make_call(
                 **({"text": prompt} if isinstance(prompt, str) else {"tokens": tuple(prompt)}),
                 max_tokens=16 if self.max_tokens is None else self.max_tokens,
                 logprobs=self.logprobs is not None,
@@ -263,7 +263,7 @@ def _is_ids(prompt: Any) -> bool:
 
 def parse_body(kind: type[Body], data: bytes) -> Body:
     """Return the validated body. Raises ApiError 400 for an invalid body."""
-    tree = json_of(data, surrogates=True)
+    tree = read_json(data, surrogates=True)
     if not isinstance(tree, dict):
         raise ApiError(f"the body is a {type(tree).__name__}; send a JSON object")
     return check_body(kind, tree)

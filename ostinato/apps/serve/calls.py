@@ -1,6 +1,6 @@
 """The common form of requests in all dialects, and of the engine's answers.
 
-request body --parse--> Call --Service.answer--> Piece, Piece, ..., Answer --write--> response or events
+request body --parse--> Call --Service.answer_call--> Piece, Piece, ..., Answer --write--> response or events
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class ApiError(Exception):
         self.status, self.kind, self.param, self.code = status, kind, param, code
         self.retry_after = retry_after
 
-    def body(self) -> dict[str, Any]:
+    def make_body(self) -> dict[str, Any]:
         """Return the error in OpenAI's format."""
         error = {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}
         return {"error": error}
 
 
-def json_of(body: bytes, *, surrogates: bool = False) -> Any:
+def read_json(body: bytes, *, surrogates: bool = False) -> Any:
     """Return the value of a request's body, see ``parse_json``. Raises ApiError 400 if it is not JSON."""
     try:
         return parse_json(body, surrogates=surrogates)
@@ -139,7 +139,7 @@ class Usage:
     sampled: int
 
     @classmethod
-    def of(cls, answers: Sequence[Answer]) -> Usage:
+    def count(cls, answers: Sequence[Answer]) -> Usage:
         """Return the usage of all answers to a prompt."""
         return cls(
             prompt=len(answers[0].prompt) if answers else 0,
@@ -147,7 +147,7 @@ class Usage:
             sampled=sum(len(answer.completion.tokens) for answer in answers),
         )
 
-    def body(self) -> dict[str, Any]:
+    def make_body(self) -> dict[str, Any]:
         """Return the usage in OpenAI's format."""
         return {
             "prompt_tokens": self.prompt,
@@ -181,7 +181,7 @@ class Asker:
         return json.dumps(parts) if any(parts) else ""
 
     @classmethod
-    def of(cls, fields: Mapping[str, Any]) -> Asker:
+    def read(cls, fields: Mapping[str, Any]) -> Asker:
         """Read OpenAI's ``user``, ``safety_identifier``, ``store`` and ``metadata``, and Anthropic's
         ``metadata.user_id``."""
         metadata_field = fields.get("metadata")
@@ -204,7 +204,7 @@ def _to_name(value: Any) -> str:
         return hashlib.sha256(repr(value).encode()).hexdigest()
 
 
-def canary_arm(user: str, round: int, share: float) -> tuple[str, float]:
+def choose_arm(user: str, round: int, share: float) -> tuple[str, float]:
     """Return ("canary" or "control", the arm's probability). A user stays in the same arm for a round."""
     digest = hashlib.sha256(f"{round}/{user}".encode()).digest()
     is_canary = int.from_bytes(digest[:7]) / 2**56 < share

@@ -16,7 +16,7 @@ from ostinato.launch.models import load_recipe
 from ostinato.terminal import say
 
 if TYPE_CHECKING:
-    from ostinato.apps.serve.served import OpenAdditions, Served
+    from ostinato.apps.serve.served import OpenAdditions, RunningService
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,19 +58,19 @@ def serve(
         import prometheus_client  # noqa: F401
         import uvicorn  # noqa: F401
 
-        from ostinato.apps.serve.server import HttpServer, address, bind, key_for
+        from ostinato.apps.serve.server import HttpServer, choose_key, format_address, open_socket
     except ModuleNotFoundError as error:
         raise ValueError(f'serve needs {error.name}; install it: pip install "ostinato[serve]"') from None
-    key = key_for(where.host, "--host", where.key)
-    server_socket = bind(where.host, where.port)
+    key = choose_key(where.host, "--host", where.key)
+    server_socket = open_socket(where.host, where.port)
     with server_socket:
         recipe, _ = load_recipe(target, *overrides)
         configure_threads(recipe)
-        from ostinato.apps.serve.app import new_app
-        from ostinato.apps.serve.served import NO_ADDITIONS, Serving, open_service
+        from ostinato.apps.serve.app import make_app
+        from ostinato.apps.serve.served import NO_ADDITIONS, ServiceSpec, open_service
         from ostinato.apps.serve.service import Limits
 
-        serving = Serving(
+        serving = ServiceSpec(
             target=target,
             overrides=tuple(overrides),
             adapters=adapters,
@@ -80,15 +80,15 @@ def serve(
 
         with contextlib.ExitStack() as stack:
             served = stack.enter_context(open_service(serving))
-            base, extras = address(server_socket), NO_ADDITIONS
+            base, extras = format_address(server_socket), NO_ADDITIONS
             if additions is not None:
                 extras = stack.enter_context(additions(served, base, key))
-            app = new_app(served.service, key=key, added=extras, lifespan=_make_lifespan(served, product))
+            app = make_app(served.service, key=key, added=extras, lifespan=_make_lifespan(served, product))
             _announce(served, base, feedback)
             HttpServer(app, server_socket, where.access, drain_s=where.drain_s).serve_until_signal()
 
 
-def _announce(served: Served, base: str, feedback: str) -> None:
+def _announce(served: RunningService, base: str, feedback: str) -> None:
     for model in served.service.models.values():
         say(f"{model.name:24} version {model.version}")
     say(f"OpenAI address {base}/v1, chat page {base}/ (Ctrl-C ends it)")
@@ -97,15 +97,15 @@ def _announce(served: Served, base: str, feedback: str) -> None:
 
 
 def _make_lifespan(
-    served: Served, product: Path | None
+    served: RunningService, product: Path | None
 ) -> Callable[[object], contextlib.AbstractAsyncContextManager[None]]:
     """Return a lifespan that serves, beside the application, the newest policies of runs that still learn and
     of a product's loop."""
-    from ostinato.apps.serve.served import follow, follow_product
+    from ostinato.apps.serve.served import follow_product, follow_runs
 
     @contextlib.asynccontextmanager
     async def lifespan(app: object) -> AsyncIterator[None]:
-        tasks = [asyncio.create_task(follow(served))]
+        tasks = [asyncio.create_task(follow_runs(served))]
         tasks += [asyncio.create_task(follow_product(served, product))] if product else []
         try:
             yield
@@ -123,10 +123,10 @@ def proxy(target: str, overrides: Sequence[str], out: Path, where: Address, idle
     configure_threads(recipe)
     try:
         from ostinato.apps.serve.elsewhere import Place
-        from ostinato.apps.serve.proxy import proxy as record
-        from ostinato.apps.serve.server import key_for
+        from ostinato.apps.serve.proxy import record_rollouts
+        from ostinato.apps.serve.server import choose_key
     except ModuleNotFoundError as error:
         raise ValueError(f'proxy needs {error.name}; install it: pip install "ostinato[serve]"') from None
-    key = key_for(where.host, "--host")
+    key = choose_key(where.host, "--host")
     place = Place(host=where.host, port=where.port, key=key, access=where.access)
-    record(target, recipe, overrides, out=out, place=place, idle_s=idle_s)
+    record_rollouts(target, recipe, overrides, out=out, place=place, idle_s=idle_s)

@@ -15,12 +15,12 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 HEAD_BYTES = 64 << 10  # of a request line with all headers; a larger head is refused with 431
 HEADER_BYTES = 32  # added to the letters of each header, as in HTTP/2
 UNREAD_S = 120.0  # for a client to read a response
-MOST = 16_384  # connections at once
+MAX_CONNECTIONS = 16_384  # connections at once
 MAC_FILES = 10_240  # OPEN_MAX of macOS
 _TOO_LARGE = b"a request line and its headers have %d bytes at most here" % HEAD_BYTES
 
 
-def connection_limit() -> int:
+def raise_connection_limit() -> int:
     """Return how many connections this process can hold. It raises the limit of descriptors as far as the
     system allows, and keeps a quarter of them for files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -29,7 +29,9 @@ def connection_limit() -> int:
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
             soft = limit
             break
-    return MOST if soft == resource.RLIM_INFINITY else min(MOST, soft - max(16, soft // 4))
+    return (
+        MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, soft - max(16, soft // 4))
+    )
 
 
 class Connection(HttpToolsProtocol):

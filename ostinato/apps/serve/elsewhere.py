@@ -46,18 +46,18 @@ class Place:
     access: Access = STRICT
 
     @property
-    def allowed(self) -> Access:
+    def full_access(self) -> Access:
         """``access``, which also allows the name in ``address`` for a server on a loopback address."""
         name = urlsplit(self.address).hostname if is_loopback(self.host) else None
         return replace(self.access, hosts=self.access.hosts | {name}) if name else self.access
 
 
-class Elsewhere:
-    """The rollouts that wait for a worker, and the ends of those in progress. ``begun`` is called with the id
-    of a rollout that has been fetched."""
+class RemoteRollouts:
+    """The rollouts that wait for a worker, and the ends of those in progress. ``report_begun`` is called with
+    the id of a rollout that has been fetched."""
 
-    def __init__(self, key: str, begun: Callable[[str], None], wait_s: float) -> None:
-        self._key, self._report_begun, self._wait_s = key or "none", begun, wait_s
+    def __init__(self, key: str, report_begun: Callable[[str], None], wait_s: float) -> None:
+        self._key, self._report_begun, self._wait_s = key or "none", report_begun, wait_s
         self._waiting: asyncio.Queue[tuple[dict[str, Any], asyncio.Future[None]]] = asyncio.Queue()
         self._ends: dict[str, asyncio.Future[float | None]] = {}
         self._client: httpx2.AsyncClient | None = None
@@ -73,9 +73,9 @@ class Elsewhere:
             raise RuntimeError(
                 f"no worker has fetched the rollout for {self._wait_s:g} s (task.agent_wait_s)"
             ) from None
-        return await self.end_of(base_url)
+        return await self.wait_for_end(base_url)
 
-    async def send(self, url: str, base_url: str, row: Mapping[str, Any]) -> float | None:
+    async def send_rollout(self, url: str, base_url: str, row: Mapping[str, Any]) -> float | None:
         """Return the reward of a rollout run by the service at ``url``. Raises RuntimeError if the service
         cannot be reached or fails."""
         import httpx2
@@ -85,9 +85,9 @@ class Elsewhere:
             self._client = httpx2.AsyncClient(timeout=None, limits=limits, trust_env=False)
         order, key = self._make_order(base_url, row) | {"api_key": self._key}, f"Bearer {self._key}"
         headers = {"Content-Type": "application/json", "Authorization": key}
-        end = self._get_end(id_of(base_url))  # the end may come before the answer
+        end = self._get_end(parse_rollout_id(base_url))  # the end may come before the answer
         try:
-            reply = await self._client.post(url, content=to_text(order), headers=headers)
+            reply = await self._client.post(url, content=format_order(order), headers=headers)
             if reply.status_code == ACCEPTED:
                 return await end
             if not reply.is_success:
@@ -96,24 +96,24 @@ class Elsewhere:
         except (httpx2.HTTPError, httpx2.InvalidURL, ApiError) as error:
             raise RuntimeError(f"{url}: {type(error).__name__}: {error}") from error
         finally:
-            self._ends.pop(id_of(base_url), None)
+            self._ends.pop(parse_rollout_id(base_url), None)
 
-    async def end_of(self, base_url: str, idle: Callable[[], bool] | None = None) -> float | None:
+    async def wait_for_end(self, base_url: str, idle: Callable[[], bool] | None = None) -> float | None:
         """Return the reward posted with the end of a rollout; None if there is none, or once the rollout is
         ``idle``. Raises RuntimeError with the error that the agent posts."""
-        end = self._get_end(id_of(base_url))
+        end = self._get_end(parse_rollout_id(base_url))
         try:
             while not end.done() and not (idle is not None and idle()):
                 await asyncio.wait({end}, timeout=None if idle is None else 1.0)
             return end.result() if end.done() else None
         finally:
-            self._ends.pop(id_of(base_url), None)
+            self._ends.pop(parse_rollout_id(base_url), None)
 
     def _get_end(self, id_: str) -> asyncio.Future[float | None]:
         return self._ends.setdefault(id_, asyncio.get_running_loop().create_future())
 
     def _make_order(self, base_url: str, row: Mapping[str, Any]) -> dict[str, Any]:
-        return {"rollout": id_of(base_url), "base_url": base_url, "model": MODEL, "row": dict(row)}
+        return {"rollout": parse_rollout_id(base_url), "base_url": base_url, "model": MODEL, "row": dict(row)}
 
     async def close(self) -> None:
         if self._client is not None:
@@ -121,7 +121,7 @@ class Elsewhere:
 
     # ---- HTTP
 
-    async def next(self, request: Request) -> Response:
+    async def give_next(self, request: Request) -> Response:
         """Give the next rollout to the worker that requests it; 204 when there is none for ``POLL_S``."""
         deadline = time.monotonic() + POLL_S
         while (remaining_s := deadline - time.monotonic()) > 0:
@@ -137,10 +137,10 @@ class Elsewhere:
             fetch_future.set_result(None)
             self._get_end(order["rollout"])
             self._report_begun(order["rollout"])
-            return Response(to_text(order), media_type="application/json")
+            return Response(format_order(order), media_type="application/json")
         return Response(status_code=204)
 
-    async def end(self, request: Request) -> Response:
+    async def record_end(self, request: Request) -> Response:
         """Take the end of a rollout from its agent, with a reward or an error; 409 if no end is awaited."""
         body, id_ = await read_body(request), request.path_params["id"]
         end = self._ends.get(id_)
@@ -154,12 +154,12 @@ class Elsewhere:
         return JSONResponse({"rollout": id_})
 
 
-def id_of(base_url: str) -> str:
+def parse_rollout_id(base_url: str) -> str:
     """Return the id of the rollout with this address."""
     return base_url.split("/")[-2]
 
 
-def to_text(order: Mapping[str, Any]) -> str:
+def format_order(order: Mapping[str, Any]) -> str:
     """Return an order as JSON. Values that JSON does not have (a date in a column) become strings."""
     return json.dumps(order, default=str)
 
@@ -170,10 +170,10 @@ def _read_reward(body: bytes) -> float | None:
         value = parse_json(body or b"{}").get("reward")
     except (ValueError, AttributeError) as error:
         raise ApiError('send {"reward": number}, or {"error": text}') from error
-    return None if value is None else number(value, "reward")
+    return None if value is None else check_number(value, "reward")
 
 
-def number(value: Any, name: str) -> float:
+def check_number(value: Any, name: str) -> float:
     """Return ``value`` as a float. Raises ApiError if it is not a finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not np.isfinite(value):
         raise ApiError(f"{name} is {value!r}; send a finite number", param=name)

@@ -23,8 +23,8 @@ from ostinato.apps.serve.calls import ApiError
 from ostinato.render import Renderer
 from ostinato.tool_calls import CLOSE, OPEN
 
-MAX_BYTES = 64 << 10  # of a grammar
-KEPT = 64  # built grammars in the cache
+MAX_GRAMMAR_BYTES = 64 << 10  # of a grammar
+MAX_MATCHERS = 64  # built grammars in the cache
 _TAGS = {"open": OPEN, "close": CLOSE}  # the tags of a call, by their rules
 BLANKS = r"[ \t\n\r]{1,16}"  # between two tokens of JSON: bounded, as weak policies would write only blanks
 _COMBINED = {"allOf", "anyOf", "oneOf", "if", "not", "$ref"}  # they combine with the keys beside them
@@ -49,7 +49,7 @@ sys.exit(matcher.get_error()[:999] or None)
 """
 
 
-def json_grammar(format_: Mapping[str, Any], param: str) -> str:
+def make_json_grammar(format_: Mapping[str, Any], param: str) -> str:
     """The grammar of OpenAI's ``response_format``, or of ``text.format`` in its responses API; "" for text.
 
     Raises ApiError 400 if it has no schema.
@@ -65,7 +65,7 @@ def json_grammar(format_: Mapping[str, Any], param: str) -> str:
     return f"start: {_make_block(schema)}"
 
 
-def call_grammar(choice: Any, tools: Sequence[Mapping[str, Any]]) -> str:
+def make_call_grammar(choice: Any, tools: Sequence[Mapping[str, Any]]) -> str:
     """Return the grammar of a call: of any tool for "required", of the named tool for {"name": ..}; else "".
 
     Raises ApiError 400 if there is no such tool.
@@ -122,7 +122,7 @@ class Guides:
         self._matchers: dict[str, Any] = {}  # matchers by grammar
         self._build_lock = asyncio.Lock()
 
-    async def guides(self, grammar: str, n: int) -> list[Guide]:
+    async def make_guides(self, grammar: str, n: int) -> list[Guide]:
         """Return ``n`` guides, one per answer. Raises ApiError 400 without the library, and for a grammar
         that is invalid, too large or takes too long to build."""
         if importlib.util.find_spec("llguidance") is None:
@@ -134,16 +134,16 @@ class Guides:
         stops = self._renderer.stop_tokens
         if not stops:
             raise ApiError("the model has no stop token, so nothing could end an answer of a grammar")
-        if len(grammar) > MAX_BYTES:
+        if len(grammar) > MAX_GRAMMAR_BYTES:
             raise ApiError(
-                f"the schema makes {len(grammar)} bytes; this server takes {MAX_BYTES}, shorten it"
+                f"the schema makes {len(grammar)} bytes; this server takes {MAX_GRAMMAR_BYTES}, shorten it"
             )
         async with self._build_lock:
             if grammar not in self._matchers:
                 await _try_build(grammar)
                 self._matchers[grammar] = await asyncio.to_thread(self._build, grammar, stops[0])
             matcher = self._matchers[grammar]
-            while len(self._matchers) > KEPT:
+            while len(self._matchers) > MAX_MATCHERS:
                 del self._matchers[next(iter(self._matchers))]
         return [Guide(matcher.deep_copy(), self._vocab_size, stops) for _ in range(n)]
 

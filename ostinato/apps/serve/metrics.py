@@ -24,26 +24,26 @@ class Metrics:
             "ostinato_requests", "Requests that ended", ["endpoint", "status"], registry=registry
         )
         self.tokens = Counter("ostinato_tokens", "Tokens by kind", ["kind"], registry=registry)
-        self.first = Histogram(
+        self.time_to_first = Histogram(
             "ostinato_time_to_first_token_seconds", "From arrival", buckets=_SECONDS, registry=registry
         )
-        self.between = Histogram(
+        self.time_per_token = Histogram(
             "ostinato_time_per_output_token_seconds",
             "Mean of an answer behind its first token",
             buckets=_SECONDS,
             registry=registry,
         )
-        self.total = Histogram(
+        self.request_time = Histogram(
             "ostinato_request_seconds", "From arrival to the end", buckets=_SECONDS, registry=registry
         )
         for kind in ("prompt", "cached", "sampled"):
             self.tokens.labels(kind)  # so that each is shown as 0 from the beginning
-        self.left = Counter("ostinato_clients_left", "Clients that hung up", registry=registry)
+        self.hangups = Counter("ostinato_clients_left", "Clients that hung up", registry=registry)
         self.policies = Counter(
             "ostinato_policies", "Newer policies of runs that learn", ["outcome"], registry=registry
         )
 
-    def watch(self, engine: AnyEngine) -> None:
+    def watch_engine(self, engine: AnyEngine) -> None:
         """Add the engine's queue, cache and counters, read at the time of each scrape."""
         readings = [
             ("running_sequences", "Sequences in the batch", lambda: engine.queue[0]),
@@ -56,13 +56,18 @@ class Metrics:
         for name, help_, read in readings:
             Gauge(f"ostinato_{name}", help_, registry=self._registry).set_function(read)
 
-    def show(
-        self, name: str, help_: str, labels: Sequence[str], read: Callable[[str], float], gauge: bool = False
+    def add_counts(
+        self,
+        name: str,
+        help_: str,
+        labels: Sequence[str],
+        read: Callable[[str], float],
+        is_gauge: bool = False,
     ) -> None:
         """Add numbers of another object, by ``outcome``, read at the time of each scrape."""
-        self._registry.register(_LabelledMetric(f"ostinato_{name}", help_, labels, read, gauge))
+        self._registry.register(_LabelledMetric(f"ostinato_{name}", help_, labels, read, is_gauge))
 
-    def text(self) -> bytes:
+    def format_text(self) -> bytes:
         return generate_latest(self._registry)
 
 
@@ -70,12 +75,12 @@ class _LabelledMetric(Collector):
     """A counter, or a ``gauge``, for each label."""
 
     def __init__(
-        self, name: str, help_: str, labels: Sequence[str], read: Callable[[str], float], gauge: bool
+        self, name: str, help_: str, labels: Sequence[str], read: Callable[[str], float], is_gauge: bool
     ) -> None:
-        self._name, self._help, self._labels, self._read, self._gauge = name, help_, labels, read, gauge
+        self._name, self._help, self._labels, self._read, self._is_gauge = name, help_, labels, read, is_gauge
 
     def collect(self) -> Iterator[Metric]:
-        kind = GaugeMetricFamily if self._gauge else CounterMetricFamily
+        kind = GaugeMetricFamily if self._is_gauge else CounterMetricFamily
         family = kind(self._name, self._help, labels=["outcome"])
         for label in self._labels:
             family.add_metric([label], self._read(label))

@@ -11,12 +11,12 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field
 
-from ostinato.apps.serve.bodies import ACCOUNTS, CompletionBody, Id, Sampled, Strict
+from ostinato.apps.serve.bodies import ACCOUNT_FIELDS, CompletionBody, SamplingBody, StrictBody, TokenId
 from ostinato.apps.serve.calls import Answer, Call, Piece, ToolCall, Usage
 from ostinato.render import Renderer
 from ostinato.types import Emitted
 
-UNLIKELY = -9999.0  # OpenAI's number for a token of probability 0
+MIN_LOGPROB = -9999.0  # OpenAI's number for a token of probability 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,20 +28,20 @@ class Shape:
     fingerprint: Callable[[int | None], str]  # of the version that sampled an answer
     renderer: Renderer
     call: Call
-    body: Sampled
-    chat: bool
+    body: SamplingBody
+    is_chat: bool
 
-    def head(self, chunk: bool, version: int | None) -> dict[str, Any]:
-        kind = "chat.completion" if self.chat else "text_completion"
+    def make_head(self, chunk: bool, version: int | None) -> dict[str, Any]:
+        kind = "chat.completion" if self.is_chat else "text_completion"
         return {
             "id": self.id,
-            "object": f"{kind}.chunk" if chunk and self.chat else kind,
+            "object": f"{kind}.chunk" if chunk and self.is_chat else kind,
             "created": int(time.time()),
             "model": self.model,
             "system_fingerprint": self.fingerprint(version),
         }
 
-    def whole(
+    def make_response(
         self, answers: Sequence[Answer], usage: Usage, scores: Sequence[Emitted | None] = ()
     ) -> dict[str, Any]:
         """Return the response to a request that does not stream. ``scores``: of each answer's prompt."""
@@ -49,12 +49,12 @@ class Shape:
         choices = [
             self._make_choice(*pair, index) for index, pair in enumerate(zip(answers, scores, strict=True))
         ]
-        return self.head(False, answers[0].version) | {"choices": choices, "usage": usage.body()}
+        return self.make_head(False, answers[0].version) | {"choices": choices, "usage": usage.make_body()}
 
     def _make_choice(self, answer: Answer, scores: Emitted | None, index: int) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": index, "finish_reason": answer.finish_reason}
-        if self.chat:
-            choice["message"] = message_of(answer)
+        if self.is_chat:
+            choice["message"] = make_message(answer)
             choice["logprobs"] = self._format_chat_logprobs(answer.emitted)
         else:
             choice["text"] = answer.content
@@ -111,7 +111,7 @@ class Shape:
         """Return, as vLLM does, the log-probability of each token but the first, and those of the ``top_n``
         likeliest."""
         places: list[dict[str, dict[str, Any]] | None] = [None]
-        for token, logprob, (ids, logprobs) in tokens_of([scores], greedy=False):
+        for token, logprob, (ids, logprobs) in iterate_tokens([scores], greedy=False):
             logprob_by_id = {token: logprob, **dict(list(zip(ids, logprobs, strict=True))[:top_n])}
             texts = {id_: self.renderer.decode([id_], skip_special=False) for id_ in logprob_by_id}
             places.append(
@@ -121,7 +121,7 @@ class Shape:
 
     # ---- streaming
 
-    async def events(self, parts: AsyncIterator[tuple[int, Piece | Answer]]) -> AsyncIterator[str]:
+    async def stream_events(self, parts: AsyncIterator[tuple[int, Piece | Answer]]) -> AsyncIterator[str]:
         """Yield the lines of the event stream; ``parts`` come with the number of their choice."""
         answers: list[Answer] = []
         open_indices: set[int] = set()
@@ -129,7 +129,7 @@ class Shape:
         version: int | None = None
         async for index, part in parts:
             version = part.emitted.version if isinstance(part, Piece) else part.version
-            if index not in open_indices and self.chat:
+            if index not in open_indices and self.is_chat:
                 yield self._make_chunk(index, {"role": "assistant", "content": ""}, version)
             open_indices.add(index)
             if isinstance(part, Piece):
@@ -142,13 +142,15 @@ class Shape:
             for event in self._make_end_events(index, part):
                 yield event
         if self.body.stream_options is not None and self.body.stream_options.include_usage:
-            yield sse(self.head(True, version) | {"choices": [], "usage": Usage.of(answers).body()})
+            yield format_event(
+                self.make_head(True, version) | {"choices": [], "usage": Usage.count(answers).make_body()}
+            )
         yield "data: [DONE]\n\n"
 
     def _make_part_event(
         self, index: int, text: str, emitted: Sequence[Emitted], offset: int, version: int | None
     ) -> str:
-        if self.chat:
+        if self.is_chat:
             return self._make_chunk(
                 index, {"content": text}, version, logprobs=self._format_chat_logprobs(emitted)
             )
@@ -160,22 +162,24 @@ class Shape:
                 index, answer.rest, [], len(answer.content) - len(answer.rest), answer.version
             )
         if answer.tool_calls:
-            calls = [{"index": n, **tool_call(call)} for n, call in enumerate(answer.tool_calls)]
+            calls = [{"index": n, **format_tool_call(call)} for n, call in enumerate(answer.tool_calls)]
             yield self._make_chunk(index, {"tool_calls": calls}, answer.version)
-        content: Any = {} if self.chat else ""
+        content: Any = {} if self.is_chat else ""
         fields = {"finish_reason": answer.finish_reason, **self._make_extra(answer)}
         yield self._make_chunk(index, content, answer.version, **fields)
 
     def _make_chunk(self, index: int, content: Any, version: int | None, **fields: Any) -> str:
-        choice = {"index": index, "delta" if self.chat else "text": content, "finish_reason": None}
-        return sse(self.head(True, version) | {"choices": [choice | {"logprobs": None} | fields]})
+        choice = {"index": index, "delta" if self.is_chat else "text": content, "finish_reason": None}
+        return format_event(
+            self.make_head(True, version) | {"choices": [choice | {"logprobs": None} | fields]}
+        )
 
     # ---- log-probabilities
 
     def _format_chat_logprobs(self, emitted: Sequence[Emitted]) -> dict[str, Any] | None:
         if not self.call.logprobs:
             return None
-        return {"content": logprob_entries(self.call, emitted, self._decode_token), "refusal": None}
+        return {"content": format_logprobs(self.call, emitted, self._decode_token), "refusal": None}
 
     def _decode_token(self, token: int) -> str:
         as_id = self.body.return_tokens_as_token_ids
@@ -187,25 +191,25 @@ class Shape:
         """Return log-probabilities in the format of completions. Prompt tokens are not ``is_sampled``."""
         if not self.call.logprobs:
             return None
-        entries = list(tokens_of(emitted, greedy=is_sampled and self.call.temperature == 0))
+        entries = list(iterate_tokens(emitted, greedy=is_sampled and self.call.temperature == 0))
         lengths = [len(self.renderer.decode([token], skip_special=False)) for token, *_ in entries]
         top_n = self.call.top_logprobs
         tops = [
             {
-                self._decode_token(id_): max(float(p), UNLIKELY)
+                self._decode_token(id_): max(float(p), MIN_LOGPROB)
                 for id_, p in reversed(list(zip(*top, strict=True))[:top_n])
             }
             for *_, top in entries
         ]  # reversed: of tokens with the same text, such as halves of characters, the likeliest stays
         return {
             "tokens": [self._decode_token(token) for token, *_ in entries],
-            "token_logprobs": [max(float(logprob), UNLIKELY) for _, logprob, _ in entries],
+            "token_logprobs": [max(float(logprob), MIN_LOGPROB) for _, logprob, _ in entries],
             "top_logprobs": tops if top_n else None,
             "text_offset": np.cumsum([offset, *lengths])[:-1].tolist(),
         }
 
 
-def logprob_entries(
+def format_logprobs(
     call: Call, emitted: Sequence[Emitted], text: Callable[[int], str]
 ) -> list[dict[str, Any]]:
     """Return log-probabilities in the format of chats and responses; ``text`` decodes a token."""
@@ -214,18 +218,18 @@ def logprob_entries(
         token_text = text(token)
         return {
             "token": token_text,
-            "logprob": max(float(logprob), UNLIKELY),
+            "logprob": max(float(logprob), MIN_LOGPROB),
             "bytes": list(token_text.encode()),
         }
 
     return [
         make_entry(token, logprob)
         | {"top_logprobs": [make_entry(*pair) for pair in list(zip(*top, strict=True))[: call.top_logprobs]]}
-        for token, logprob, top in tokens_of(emitted, greedy=call.temperature == 0)
+        for token, logprob, top in iterate_tokens(emitted, greedy=call.temperature == 0)
     ]
 
 
-def tokens_of(
+def iterate_tokens(
     emitted: Sequence[Emitted], *, greedy: bool
 ) -> Iterator[tuple[int, float, tuple[Sequence[int], Sequence[float]]]]:
     """Yield (token, log-probability, (top tokens, their log-probabilities)) of every token. A ``greedy``
@@ -237,21 +241,21 @@ def tokens_of(
             yield token, token_logprob, (ids.tolist(), logprobs.tolist())
 
 
-def message_of(answer: Answer) -> dict[str, Any]:
+def make_message(answer: Answer) -> dict[str, Any]:
     """Return the assistant's message."""
     message: dict[str, Any] = {"role": "assistant", "content": answer.content, "refusal": None}
     if answer.tool_calls:
-        message["tool_calls"] = [tool_call(call) for call in answer.tool_calls]
+        message["tool_calls"] = [format_tool_call(call) for call in answer.tool_calls]
         message["content"] = answer.content or None
     return message
 
 
-def tool_call(call: ToolCall) -> dict[str, Any]:
+def format_tool_call(call: ToolCall) -> dict[str, Any]:
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.id, "type": "function", "function": function}
 
 
-def sse(data: Mapping[str, Any], event: str = "") -> str:
+def format_event(data: Mapping[str, Any], event: str = "") -> str:
     """Return a server-sent event."""
     name = f"event: {event}\n" if event else ""
     return f"{name}data: {json.dumps(data, ensure_ascii=False)}\n\n"
@@ -260,25 +264,25 @@ def sse(data: Mapping[str, Any], event: str = "") -> str:
 # ---- tokens in, tokens out: vLLM's /inference/v1/generate, which other trainers call (verifiers, prime-rl)
 
 
-class GenerateParams(Sampled):
+class GenerateParams(SamplingBody):
     """``sampling_params``."""
 
     harmless = frozenset({"skip_special_tokens", "detokenize", "output_kind"})  # no text is sent
     logprobs: Annotated[int, Field(ge=0)] | None = None
 
 
-class GenerateBody(Strict):
+class GenerateBody(StrictBody):
     """POST /inference/v1/generate."""
 
-    harmless = ACCOUNTS
+    harmless = ACCOUNT_FIELDS
     model: str = ""
-    token_ids: Annotated[list[Id], Field(min_length=1)]
+    token_ids: Annotated[list[TokenId], Field(min_length=1)]
     sampling_params: GenerateParams
     stream: Literal[False] | None = False
 
     def to_call(self) -> Call:
         params = self.sampling_params
-        call = params.call(
+        call = params.make_call(
             tokens=tuple(self.token_ids),
             max_tokens=16 if params.max_tokens is None else params.max_tokens,
             logprobs=params.logprobs is not None,
@@ -287,11 +291,11 @@ class GenerateBody(Strict):
         return replace(call, model=self.model)
 
 
-def generation(id_: str, call: Call, answers: Sequence[Answer]) -> dict[str, Any]:
+def format_generation(id_: str, call: Call, answers: Sequence[Answer]) -> dict[str, Any]:
     """Return the response. In log-probabilities, tokens have the text ``token_id:42``."""
     choices = []
     for index, answer in enumerate(answers):
-        entries = logprob_entries(call, answer.emitted, lambda token: f"token_id:{token}")
+        entries = format_logprobs(call, answer.emitted, lambda token: f"token_id:{token}")
         choices.append(
             {
                 "index": index,
@@ -300,4 +304,4 @@ def generation(id_: str, call: Call, answers: Sequence[Answer]) -> dict[str, Any
                 "logprobs": {"content": entries} if call.logprobs else None,
             }
         )
-    return {"request_id": id_, "choices": choices, "usage": Usage.of(answers).body()}
+    return {"request_id": id_, "choices": choices, "usage": Usage.count(answers).make_body()}

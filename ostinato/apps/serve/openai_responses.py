@@ -10,58 +10,58 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from ostinato.apps.serve.bodies import (
-    ACCOUNTS,
-    MOST_MESSAGES,
-    MOST_TOOLS,
+    ACCOUNT_FIELDS,
+    MAX_MESSAGES,
+    MAX_TOOLS,
     Format,
-    Options,
     Part,
-    Strict,
+    StreamOptions,
+    StrictBody,
     check_body,
-    text_of,
+    join_text,
 )
 from ostinato.apps.serve.calls import Answer, ApiError, Call, Piece, Usage
-from ostinato.apps.serve.grammar import call_grammar, json_grammar
-from ostinato.apps.serve.openai_chat import logprob_entries, sse
+from ostinato.apps.serve.grammar import make_call_grammar, make_json_grammar
+from ostinato.apps.serve.openai_chat import format_event, format_logprobs
 from ostinato.render import Renderer
 from ostinato.types import Emitted
 
 LOGPROBS = "message.output_text.logprobs"
 
 
-class Text(Strict):
+class TextOptions(StrictBody):
     """``text``."""
 
     format: Format | None = None
 
 
-class Reasoning(Strict):
+class ReasoningOptions(StrictBody):
     """``reasoning``."""
 
     effort: str | None = None
 
 
-class ResponsesBody(Strict):
+class ResponsesBody(StrictBody):
     """POST /v1/responses."""
 
-    harmless = ACCOUNTS | {"max_tool_calls"}  # about tools that run at the server: this one has none
+    harmless = ACCOUNT_FIELDS | {"max_tool_calls"}  # about tools that run at the server: this one has none
     model: str = ""
-    input: str | Annotated[list[dict[str, Any]], Field(max_length=MOST_MESSAGES)]
+    input: str | Annotated[list[dict[str, Any]], Field(max_length=MAX_MESSAGES)]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
-    tools: Annotated[list[dict[str, Any]], Field(max_length=MOST_TOOLS)] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = True
-    reasoning: Reasoning | None = None
+    reasoning: ReasoningOptions | None = None
     stream: bool | None = False
-    stream_options: Options | None = None
+    stream_options: StreamOptions | None = None
     seed: int | None = None
     previous_response_id: str | None = None
-    text: Text | None = None
+    text: TextOptions | None = None
 
     def to_call(self) -> Call:
         if self.previous_response_id:
@@ -75,7 +75,7 @@ class ResponsesBody(Strict):
             )
         tools = tuple(_convert_tool(tool) for tool in self.tools or ())
         format_ = self.text.format if self.text is not None else None
-        tool_grammar = call_grammar(self.tool_choice, tools)
+        tool_grammar = make_call_grammar(self.tool_choice, tools)
         effort = self.reasoning.effort if self.reasoning is not None else None
         return Call(
             model=self.model,
@@ -84,7 +84,7 @@ class ResponsesBody(Strict):
             tool_choice="none" if self.tool_choice == "none" else "auto",
             parallel_calls=self.parallel_tool_calls is not False,
             template_kwargs={"reasoning_effort": effort} if effort else {},
-            grammar=tool_grammar or json_grammar(format_.model_dump() if format_ else {}, "text.format"),
+            grammar=tool_grammar or make_json_grammar(format_.model_dump() if format_ else {}, "text.format"),
             seed=self.seed,
             temperature=self.temperature,
             top_p=self.top_p,
@@ -117,7 +117,7 @@ def _merge(messages: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     yield turn
 
 
-class _Item(Strict):
+class _Item(StrictBody):
     harmless = frozenset({"id", "status", "phase", "caller"})
     type: str = "message"
     role: Literal["system", "developer", "user", "assistant"] = "user"
@@ -136,13 +136,13 @@ def _convert_item(item: Mapping[str, Any]) -> dict[str, Any]:
     if body.type == "message":
         return {
             "role": "system" if body.role == "developer" else body.role,
-            "content": text_of(body.content),
+            "content": join_text(body.content),
         }
     if body.type == "function_call":
         function = {"name": body.name, "arguments": body.arguments}
         call = {"id": body.call_id, "type": "function", "function": function}
         return {"role": "assistant", "content": "", "tool_calls": [call]}
-    return {"role": "tool", "content": text_of(body.output), "tool_call_id": body.call_id}
+    return {"role": "tool", "content": join_text(body.output), "tool_call_id": body.call_id}
 
 
 def _convert_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
@@ -162,16 +162,16 @@ class ResponseShape:
     call: Call
     body: ResponsesBody
 
-    def whole(self, answers: list[Answer], *, done: bool = True) -> dict[str, Any]:
-        """The response object, with the request's settings; ``done``: False while it is in progress."""
-        usage, body, call = Usage.of(answers), self.body, self.call
+    def make_response(self, answers: list[Answer], *, is_done: bool = True) -> dict[str, Any]:
+        """The response object, with the request's settings; ``is_done``: False while it is in progress."""
+        usage, body, call = Usage.count(answers), self.body, self.call
         is_cut = any(answer.finish_reason == "length" for answer in answers)
         settings = body.model_dump(include={"instructions", "max_output_tokens", "tools", "reasoning"})
         return {
             "id": self.id,
             "object": "response",
             "created_at": int(time.time()),
-            "status": "in_progress" if not done else "incomplete" if is_cut else "completed",
+            "status": "in_progress" if not is_done else "incomplete" if is_cut else "completed",
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "error": None,
             "model": self.model,
@@ -191,7 +191,7 @@ class ResponseShape:
             "top_logprobs": call.top_logprobs,
             "top_p": call.top_p,
             "truncation": "disabled",
-            "usage": _format_usage(usage) if done else None,
+            "usage": _format_usage(usage) if is_done else None,
         }
 
     def _make_items(self, answer: Answer) -> list[dict[str, Any]]:
@@ -230,20 +230,20 @@ class ResponseShape:
         if not self.call.logprobs:
             return []
         decode = self.renderer.decode
-        return logprob_entries(self.call, emitted, lambda token: decode([token], skip_special=False))
+        return format_logprobs(self.call, emitted, lambda token: decode([token], skip_special=False))
 
-    async def events(self, parts: AsyncIterator[tuple[int, Piece | Answer]]) -> AsyncIterator[str]:
+    async def stream_events(self, parts: AsyncIterator[tuple[int, Piece | Answer]]) -> AsyncIterator[str]:
         """Yield the event stream of an answer."""
         number = 0
 
         def make_event(kind: str, **data: Any) -> str:
             nonlocal number
             number += 1
-            return sse({"type": kind, "sequence_number": number - 1, **data}, kind)
+            return format_event({"type": kind, "sequence_number": number - 1, **data}, kind)
 
         place: dict[str, Any] = {"item_id": f"msg_{self.id}", "output_index": 0, "content_index": 0}
         for kind in ("response.created", "response.in_progress"):
-            yield make_event(kind, response=self.whole([], done=False))
+            yield make_event(kind, response=self.make_response([], is_done=False))
         has_text = False
         silent_tokens: list[Emitted] = []  # tokens whose text has not been sent
         async for _, part in parts:
@@ -267,7 +267,7 @@ class ResponseShape:
                 for index, item in enumerate(self._make_items(part)):
                     for kind, data in _list_item_events(index, item):
                         yield make_event(kind, **data)
-                response = self.whole([part])
+                response = self.make_response([part])
                 yield make_event(f"response.{response['status']}", response=response)
 
 

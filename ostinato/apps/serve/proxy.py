@@ -23,7 +23,7 @@ from ostinato.apps.serve.agent_server import AgentServer
 from ostinato.apps.serve.agents import AgentEpisode
 from ostinato.apps.serve.calls import ApiError
 from ostinato.apps.serve.elsewhere import Place
-from ostinato.apps.serve.served import Served, Serving, follow, open_service
+from ostinato.apps.serve.served import RunningService, ServiceSpec, follow_runs, open_service
 from ostinato.apps.serve.service import Limits
 from ostinato.apps.serve.thread import EngineThread
 from ostinato.config import Recipe
@@ -57,19 +57,21 @@ class _Engine:
 class Proxy:
     """Rollouts by id, which are written as they end; ``idle_s`` without a call ends a rollout."""
 
-    def __init__(self, served: Served, recipe: Recipe, out: JsonlZst, place: Place, idle_s: float) -> None:
-        self.written = self.lost = 0
+    def __init__(
+        self, served: RunningService, recipe: Recipe, out: JsonlZst, place: Place, idle_s: float
+    ) -> None:
+        self.num_written = self.num_lost = 0
         self._served, self._recipe, self._out, self._idle_s = served, recipe, out, idle_s
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._ended_ids: set[str] = set()
         self._loop, self._renderer = asyncio.get_running_loop(), served.service.renderer
         calls = recipe.task.agent_tool_calls
-        self._server = AgentServer(self._renderer, place, calls=calls, opened=self._begin_rollout)
+        self._server = AgentServer(self._renderer, place, calls=calls, open_rollout=self._begin_rollout)
         memory = recipe.task.memory
         chats = load_app("task.memory")(recipe.memory, self._renderer, Counter()) if memory else lambda: None
         self._new_chat = chats
         self._context = RolloutContext(
-            engine=_Engine(served.thread, served.service.model("").policy),
+            engine=_Engine(served.thread, served.service.find_model("").policy),
             env=self._make_episode,
             grader=cast(Grader, None),  # rewards are posted
             sampling=make_sampling(recipe.rollout, self._renderer),
@@ -78,21 +80,23 @@ class Proxy:
 
     async def run(self, until: asyncio.Event, ready: Callable[[str], None]) -> None:
         """Serve until the event; ``ready`` gets the address. Open rollouts are then written as they are."""
-        follower = asyncio.create_task(follow(self._served))
+        follower = asyncio.create_task(follow_runs(self._served))
         try:
             ready(self._server.address)
             await until.wait()
         finally:
             follower.cancel()
             for id_ in self._tasks:
-                self._server.finish(id_)
+                self._server.finish_rollout(id_)
             await asyncio.gather(*self._tasks.values(), return_exceptions=True)
             self._server.close()
 
     def _make_episode(self, prompt: Prompt) -> AgentEpisode:
         async def wait_for_end(base_url: str, row: Mapping[str, Any]) -> float | None:
             """Wait for the end of another program, whose calls and end are all that the proxy gets."""
-            return await self._server.elsewhere.end_of(base_url, lambda: episode.silent_s > self._idle_s)
+            return await self._server.remote_rollouts.wait_for_end(
+                base_url, lambda: episode.silent_s > self._idle_s
+            )
 
         limits: dict[str, Any] = {"max_calls": float("inf"), "silence_s": None, "chat": self._new_chat()}
         episode = AgentEpisode(
@@ -109,7 +113,7 @@ class Proxy:
             raise ApiError(f"rollout {id_!r} has ended; use a new id", status=410, code="rollout_ended")
         if id_ not in self._tasks:
             self._tasks[id_] = asyncio.create_task(self._play(id_))
-        while id_ in self._tasks and not self._server.has(id_):
+        while id_ in self._tasks and not self._server.has_rollout(id_):
             await asyncio.sleep(0)
 
     async def _play(self, id_: str) -> None:
@@ -131,16 +135,16 @@ class Proxy:
                     step=max(versions, default=0),
                 )
                 self._out.append(*group_rows(group))
-                self.written += 1
+                self.num_written += 1
         except Exception:  # of the engine: this rollout is lost, and the others go on
             log.exception("rollout %s is not written", id_)
-            self.lost += 1
+            self.num_lost += 1
         finally:
             self._ended_ids.add(id_)
             del self._tasks[id_]
 
 
-def proxy(
+def record_rollouts(
     target: str, recipe: Recipe, overrides: Sequence[str], *, out: Path, place: Place, idle_s: float
 ) -> None:
     """Serve rollouts of ``target`` until SIGTERM or Ctrl-C. Raises ValueError if it cannot be served."""
@@ -154,7 +158,10 @@ def proxy(
         await server.run(end, lambda url: print(f"address {url}/rollout/ID/v1 (Ctrl-C ends it)", flush=True))
         return server
 
-    serving = Serving(target=target, overrides=tuple(overrides), limits=Limits(context=0))
+    serving = ServiceSpec(target=target, overrides=tuple(overrides), limits=Limits(context=0))
     with open_service(serving) as served:
         server = asyncio.run(run())
-        print(f"{server.written} rollouts in {out}" + (f", {server.lost} lost" if server.lost else ""))
+        print(
+            f"{server.num_written} rollouts in {out}"
+            + (f", {server.num_lost} lost" if server.num_lost else "")
+        )

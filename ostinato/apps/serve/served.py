@@ -42,7 +42,7 @@ LOOK_S = 2.0  # between two looks for a newer checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Serving:
+class ServiceSpec:
     """The policies to serve, and the limits."""
 
     target: str  # a run, a recipe or a model
@@ -53,7 +53,7 @@ class Serving:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
+class RunningService:
     """A running service."""
 
     service: Service
@@ -63,7 +63,7 @@ class Served:
 
 
 @contextlib.contextmanager
-def open_service(serving: Serving) -> Iterator[Served]:
+def open_service(serving: ServiceSpec) -> Iterator[RunningService]:
     """Open the service that ``serving`` names, while the context lasts.
 
     Raises ValueError for a target or an adapter that cannot be served.
@@ -78,13 +78,15 @@ def open_service(serving: Serving) -> Iterator[Served]:
     try:
         (policies,) = loads
         metrics = Metrics()
-        metrics.watch(policies.engine)
+        metrics.watch_engine(policies.engine)
         renderer, vocab_size = policies.policy.renderer, policies.policy.decoder.config.vocab_size
         context = serving.limits.context or policies.engine.context_limit
         limits = replace(serving.limits, context=context, vocab_size=vocab_size)
         guides, defaults = Guides(renderer, vocab_size), read_sampling_defaults(policies.policy.folder)
         service = Service(thread, renderer, policies.models, limits, metrics, guides, defaults)
-        yield Served(service=service, thread=thread, decoder=policies.policy.decoder, runs=policies.runs)
+        yield RunningService(
+            service=service, thread=thread, decoder=policies.policy.decoder, runs=policies.runs
+        )
     finally:
         thread.close()
 
@@ -97,7 +99,7 @@ class _LoadedPolicies:
     runs: dict[str, RunFolder]
 
 
-def _load_all(serving: Serving) -> _LoadedPolicies:
+def _load_all(serving: ServiceSpec) -> _LoadedPolicies:
     """Load the engine with all policies, and the names that clients use for them."""
     policy = load_policy(serving.target, *serving.overrides)
     engine = serve_policy(replace(policy, adapters=None, step=0))
@@ -126,7 +128,7 @@ def _load_all(serving: Serving) -> _LoadedPolicies:
     return _LoadedPolicies(engine=engine, policy=policy, models=models, runs=runs)
 
 
-async def follow(served: Served) -> None:
+async def follow_runs(served: RunningService) -> None:
     """Publish the newest checkpoint of each run, until cancelled. A request ends under the policy with which
     it began."""
     names = {name: _find_newest(run) for name, run in served.runs.items()}
@@ -136,10 +138,10 @@ async def follow(served: Served) -> None:
             if (newest := _find_newest(run)) == names[name]:
                 continue
             names[name] = newest
-            await renew(served, name, partial(load_newest_adapters, run, served.decoder))
+            await publish_newest(served, name, partial(load_newest_adapters, run, served.decoder))
 
 
-async def renew(served: Served, name: str, load: Callable[[], tuple[int, Adapters]]) -> None:
+async def publish_newest(served: RunningService, name: str, load: Callable[[], tuple[int, Adapters]]) -> None:
     """Serve the (step, adapters) that ``load`` returns under ``name`` from now on. A policy that is damaged
     or not finite is counted and not served, and the earlier policy stays."""
     service, outcomes = served.service, served.service.metrics.policies
@@ -155,7 +157,7 @@ async def renew(served: Served, name: str, load: Callable[[], tuple[int, Adapter
     log.info("%s is at step %d", name, step)
 
 
-async def follow_product(served: Served, folder: Path) -> None:
+async def follow_product(served: RunningService, folder: Path) -> None:
     """Serve the current policy and the canary of a product's loop as the model PRODUCT, before all other
     models, until cancelled. Where no loop has begun, PRODUCT is the base. A policy that cannot be loaded is
     counted and logged once, and the earlier policy stays."""
@@ -182,7 +184,7 @@ def _read_serving(folder: Path) -> str:
         return json.dumps({"round": 0, "policy": {"revision": "", "adapter": None}})
 
 
-async def _serve_product(served: Served, facts: Mapping[str, Any], policies: set[str]) -> None:
+async def _serve_product(served: RunningService, facts: Mapping[str, Any], policies: set[str]) -> None:
     """Publish the policies of a product's loop, and make them the first models of the service."""
     service, canary = served.service, facts.get("canary")
     share = canary["share"] if canary else 0.0
@@ -210,7 +212,7 @@ async def _serve_product(served: Served, facts: Mapping[str, Any], policies: set
         )
     others = {name: model for name, model in service.models.items() if not name.startswith(PRODUCT)}
     service.models = {**models, **others}
-    service.canary = canary and Canary(of=PRODUCT, name=arms[-1][0], share=share, round=facts["round"])
+    service.canary = canary and Canary(model=PRODUCT, name=arms[-1][0], share=share, round=facts["round"])
 
 
 def _publish(engine: AnyEngine, *, adapters: Adapters, version: int, name: str) -> None:
@@ -268,4 +270,4 @@ class Additions:
 NO_ADDITIONS = Additions()
 
 # (the running service, the server's address, its key) -> the additions while the server runs
-OpenAdditions = Callable[[Served, str, str], AbstractContextManager[Additions]]
+OpenAdditions = Callable[[RunningService, str, str], AbstractContextManager[Additions]]

@@ -20,31 +20,31 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ostinato.access import READ_HEADERS, Access, is_loopback
 from ostinato.apps.serve.calls import ApiError
-from ostinato.apps.serve.connections import Connection, close_expired, connection_limit
+from ostinato.apps.serve.connections import Connection, close_expired, raise_connection_limit
 
 BACKLOG = 2048
 BODY_BYTES = 64 << 20  # unless a server has another limit
 IDLE_S = 75  # keep-alive: longer than in clients' pools, else the server may close as a request comes
-KEY = "OSTINATO_API_KEY"
+KEY_VARIABLE = "OSTINATO_API_KEY"
 T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
 log = logging.getLogger(__name__)
-READ = {name.encode(): name for name in READ_HEADERS}
-FIX = "send it as 'Authorization: Bearer KEY'"
+HEADER_NAMES = {name.encode(): name for name in READ_HEADERS}
+KEY_FIX = "send it as 'Authorization: Bearer KEY'"
 
 
-def key_for(host: str, name: str, given: str = "") -> str:
+def choose_key(host: str, name: str, given: str = "") -> str:
     """Return the API key that clients must send: ``given``, else $OSTINATO_API_KEY, else "". ``name``: the
     setting of ``host``. Raises ValueError if other machines can reach ``host`` and there is no key."""
-    if not (key := given or os.environ.get(KEY, "")) and not is_loopback(host):
+    if not (key := given or os.environ.get(KEY_VARIABLE, "")) and not is_loopback(host):
         raise ValueError(
-            f"{name} {host} can be reached by other machines; give a key: {KEY} in the environment, "
+            f"{name} {host} can be reached by other machines; give a key: {KEY_VARIABLE} in the environment, "
             "or --api-key where the command has it"
         )
     return key
 
 
-def bind(host: str, port: int) -> socket.socket:
+def open_socket(host: str, port: int) -> socket.socket:
     """Open a listening socket; port 0: any free port. Raises ValueError if the address cannot be bound."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -55,13 +55,13 @@ def bind(host: str, port: int) -> socket.socket:
         ) from error
 
 
-def address(listening: socket.socket) -> str:
+def format_address(listening: socket.socket) -> str:
     """Return http://host:port of a socket."""
     host, port = listening.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def check_key(request: Request, key: str, fix: str = FIX) -> None:
+def check_key(request: Request, key: str, fix: str = KEY_FIX) -> None:
     """Raise ApiError 401 if a request lacks ``key`` in OpenAI's or Anthropic's header; "": none is needed."""
     sent_key = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
     sent_key = sent_key or request.headers.get("x-api-key", "")
@@ -74,7 +74,7 @@ def check_key(request: Request, key: str, fix: str = FIX) -> None:
         )
 
 
-def guard(handler: Handler, key: str, refusal: Callable[[ApiError], Response], fix: str = FIX) -> Handler:
+def guard(handler: Handler, key: str, refusal: Callable[[ApiError], Response], fix: str = KEY_FIX) -> Handler:
     """Wrap ``handler``: check the key, and return each failure as a response: a refusal, 499 for a client
     that has hung up, 500 for all others, which are logged."""
 
@@ -93,13 +93,13 @@ def guard(handler: Handler, key: str, refusal: Callable[[ApiError], Response], f
     return handle
 
 
-async def read_body(request: Request, most: int = BODY_BYTES) -> bytes:
-    """Read the body. Raises ApiError 413 as soon as more than ``most`` bytes have arrived."""
+async def read_body(request: Request, max_bytes: int = BODY_BYTES) -> bytes:
+    """Read the body. Raises ApiError 413 as soon as more than ``max_bytes`` bytes have arrived."""
     data = bytearray()
     async for part in request.stream():
         data += part
-        if len(data) > most:
-            raise ApiError(f"the body has more than {most} bytes, this server's limit", status=413)
+        if len(data) > max_bytes:
+            raise ApiError(f"the body has more than {max_bytes} bytes, this server's limit", status=413)
     return bytes(data)
 
 
@@ -124,30 +124,32 @@ async def run_while_connected(request: Request, work: Coroutine[Any, Any, T]) ->
 
 
 class Entrance:
-    """``app`` behind the rules of ``access``. ``local``: the server listens on a loopback address."""
+    """``app`` behind the rules of ``access``. ``is_local``: the server listens on a loopback address."""
 
-    def __init__(self, app: ASGIApp, access: Access, *, local: bool) -> None:
+    def __init__(self, app: ASGIApp, access: Access, *, is_local: bool) -> None:
         permissions: dict[str, Any] = {"allow_methods": ["*"], "allow_headers": ["*"]}
         origins = [*access.origins]
         self._app = CORSMiddleware(app, allow_origins=origins, **permissions) if origins else app
-        self._access, self._local = access, local
+        self._access, self._is_local = access, is_local
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             headers = {
-                READ[name]: value.decode("latin-1") for name, value in scope["headers"] if name in READ
+                HEADER_NAMES[name]: value.decode("latin-1")
+                for name, value in scope["headers"]
+                if name in HEADER_NAMES
             }
-            if refusal := self._access.find_refusal(scope["method"], headers, local=self._local):
+            if refusal := self._access.find_refusal(scope["method"], headers, local=self._is_local):
                 status, sentence = refusal
                 error = ApiError(sentence, status=status)
-                await JSONResponse(error.body(), status_code=status)(scope, receive, send)
+                await JSONResponse(error.make_body(), status_code=status)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
 
 class HttpServer(uvicorn.Server):
     """Serves ``app`` on ``listening``, within the rules of ``access``, until SIGTERM or Ctrl-C. Then it
-    accepts no more connections, calls ``ending``, and gives running requests ``drain_s`` seconds to end. A
+    accepts no more connections, calls ``end_waits``, and gives running requests ``drain_s`` seconds to end. A
     connection is closed where a head has not arrived after ``head_s``, its body after ``body_s`` more, or the
     next request after ``idle_s``."""
 
@@ -158,17 +160,17 @@ class HttpServer(uvicorn.Server):
         access: Access,
         *,
         drain_s: float = 30.0,
-        ending: Callable[[], None] = lambda: None,
+        end_waits: Callable[[], None] = lambda: None,
         idle_s: int = IDLE_S,
         head_s: float = 30.0,
         body_s: float = 300.0,
         **options: Any,
     ) -> None:
         self._waiting: dict[Connection, float] = {}
-        local = is_loopback(listening.getsockname()[0])
-        limits = {"limit": connection_limit(), "head_s": head_s, "body_s": body_s}
+        is_local = is_loopback(listening.getsockname()[0])
+        limits = {"limit": raise_connection_limit(), "head_s": head_s, "body_s": body_s}
         config = uvicorn.Config(
-            Entrance(app, access, local=local),
+            Entrance(app, access, is_local=is_local),
             http=partial(Connection, waiting=self._waiting, **limits),  # type: ignore[arg-type]
             ws="none",
             timeout_graceful_shutdown=int(drain_s),
@@ -177,7 +179,7 @@ class HttpServer(uvicorn.Server):
             **{"log_level": "warning", **options},
         )
         super().__init__(config)
-        self._listening, self._ending = listening, ending
+        self._listening, self._end_waits = listening, end_waits
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -189,7 +191,7 @@ class HttpServer(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._ending()
+        self._end_waits()
         await super().shutdown(sockets)
 
     def serve_until_signal(self) -> None:

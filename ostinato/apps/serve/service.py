@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ostinato.apps.serve.calls import Answer, ApiError, Call, Piece, canary_arm
+from ostinato.apps.serve.calls import Answer, ApiError, Call, Piece, choose_arm
 from ostinato.apps.serve.grammar import Guide, Guides
 from ostinato.apps.serve.metrics import Metrics
 from ostinato.apps.serve.thread import EngineThread
@@ -25,10 +25,10 @@ from ostinato.render import Renderer, TooLong
 from ostinato.train.accumulate import score_prompt
 from ostinato.types import Completion, Emitted, Prompt, Request, Sampling, Stop
 
-LONG = 20_000  # letters to encode, or tokens to decode, in some 10 ms
-LONG_AT_ONCE = 2  # texts in threads; each takes memory of a hundred times its size
+LONG_TEXT_SIZE = 20_000  # letters to encode, or tokens to decode, in some 10 ms
+MAX_LONG_TEXTS = 2  # texts in threads; each takes memory of a hundred times its size
 T = TypeVar("T")
-NOTHING = Completion(
+EMPTY_COMPLETION = Completion(
     tokens=np.zeros(0, np.int32),
     logprobs=np.zeros(0, np.float32),
     versions=np.zeros(0, np.int32),
@@ -70,9 +70,9 @@ class Model:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Canary:
-    """A ``share`` of the users who request model ``of`` get model ``name`` (``canary_arm``)."""
+    """A ``share`` of the users who request ``model`` get model ``name`` (``choose_arm``)."""
 
-    of: str
+    model: str
     name: str
     share: float
     round: int
@@ -96,9 +96,12 @@ class Service:
         self.models = dict(models)
         self.canary: Canary | None = None
         self._thread, self._sequences = thread, 0
-        self._pool, self.tokenizing = ThreadPoolExecutor(LONG_AT_ONCE, "tokenizing"), 0  # of long texts, now
+        self._pool, self.num_long_texts = (
+            ThreadPoolExecutor(MAX_LONG_TEXTS, "tokenizing"),
+            0,
+        )  # of long texts, now
 
-    def model(self, name: str) -> Model:
+    def find_model(self, name: str) -> Model:
         """Return the model of this name; the first model for "". Raises ApiError 404 if there is none."""
         if not name:
             return next(iter(self.models.values()))
@@ -112,22 +115,22 @@ class Service:
             )
         return self.models[name]
 
-    def assign(self, call: Call, user: str) -> Call:
+    def assign_model(self, call: Call, user: str) -> Call:
         """Return the call with the model that ``user`` gets; without a user, a model drawn for this call
         only. Sampling settings that the call leaves out are the model's defaults."""
         call = replace(call, **self._merge_sampling(call))
         canary = self.canary
-        if canary is None or (call.model or next(iter(self.models))) != canary.of:
+        if canary is None or (call.model or next(iter(self.models))) != canary.model:
             return call
-        arm, _ = canary_arm(user or secrets.token_hex(8), canary.round, canary.share)
-        return replace(call, model=canary.name if arm == "canary" else canary.of)
+        arm, _ = choose_arm(user or secrets.token_hex(8), canary.round, canary.share)
+        return replace(call, model=canary.name if arm == "canary" else canary.model)
 
     def _merge_sampling(self, call: Call) -> dict[str, Any]:
         """Return the sampling settings by name: from the call, else the model's default."""
         fields = {name: getattr(call, name) for name in asdict(self.defaults)}
         return asdict(self.defaults) | {name: value for name, value in fields.items() if value is not None}
 
-    def prompt(self, call: Call) -> np.ndarray:
+    def make_prompt(self, call: Call) -> np.ndarray:
         """Return the prompt [P] int32. Raises ApiError for messages that the template refuses, and for
         prompts that are invalid or too long."""
         try:
@@ -168,10 +171,10 @@ class Service:
             )
         return tokens.astype(np.int32)
 
-    async def tokens(self, call: Call) -> np.ndarray:
-        """Return ``prompt`` without holding up other requests."""
+    async def make_prompt_aside(self, call: Call) -> np.ndarray:
+        """Return ``make_prompt`` without holding up other requests."""
         return await self._run_aside(
-            _count_letters((call.text, call.messages, call.tools)), self.prompt, call
+            _count_letters((call.text, call.messages, call.tools)), self.make_prompt, call
         )
 
     async def encode(self, text: str) -> np.ndarray:
@@ -185,24 +188,26 @@ class Service:
     async def _run_aside(self, size: int, function: Callable[..., T], *arguments: Any) -> T:
         """Run ``function`` and return its result. A long text is given to a thread, since it would hold up
         the event loop."""
-        if size <= LONG:
+        if size <= LONG_TEXT_SIZE:
             return function(*arguments)
-        self.tokenizing += 1
+        self.num_long_texts += 1
         try:
             return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
         finally:
-            self.tokenizing -= 1
+            self.num_long_texts -= 1
 
     def _check_template(self, call: Call) -> None:
         """Raise ApiError for parts of a call that the chat template would leave out."""
         if name := self.renderer.unread(call.messages or (), call.template_kwargs):
             raise ApiError(f"the chat template does not read {name}; leave it out", param=name)
 
-    def measure(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> int:
+    def count_tokens(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> int:
         """Return the number of tokens of a chat in the chat template."""
         return len(self.renderer.chat(messages, tools=tools))
 
-    def sampling(self, call: Call, prompt: np.ndarray) -> Sampling:
+    def make_sampling(self, call: Call, prompt: np.ndarray) -> Sampling:
         """Return the call's sampling settings. Raises ApiError if this server cannot sample with them."""
         room = self.limits.context - len(prompt)
         cap = self.limits.max_tokens if call.max_tokens is None else call.max_tokens
@@ -235,7 +240,7 @@ class Service:
         except ValueError as error:
             raise ApiError(str(error).removeprefix("sampling.")) from error
 
-    async def requests(self, call: Call, model: Model) -> list[Request]:
+    async def make_requests(self, call: Call, model: Model) -> list[Request]:
         """Make a request to ``model`` for each of the ``n`` answers; answer k samples with seed (seed, k)."""
         if call.n > self.limits.n:
             raise ApiError(f"n is {call.n}; this server gives {self.limits.n} at most", param="n")
@@ -249,12 +254,12 @@ class Service:
             raise ApiError(
                 f"prompt_logprobs is {call.prompt_logprobs}; use 0 to {limit}", param="prompt_logprobs"
             )
-        prompt = await self.tokens(call)
-        sampling = self.sampling(call, prompt)
+        prompt = await self.make_prompt_aside(call)
+        sampling = self.make_sampling(call, prompt)
         seed = secrets.randbits(63) if call.seed is None else (call.seed + 2**63) % 2**64 - 2**63
         guides: list[Guide | None] = [None] * call.n
         if call.grammar:
-            guides = [*await self._guides.guides(call.grammar, call.n)]
+            guides = [*await self._guides.make_guides(call.grammar, call.n)]
         greedy = int(call.logprobs and sampling.temperature == 0)  # its log-probability is the top one
         return [
             Request(
@@ -269,12 +274,12 @@ class Service:
             for k in range(call.n)
         ]
 
-    async def prompt_scores(self, call: Call, model: Model) -> Emitted | None:
+    async def score_prompt(self, call: Call, model: Model) -> Emitted | None:
         """Return the prompt's tokens but the first, with their log-probabilities under ``model`` at
         temperature 1 and those of the likeliest tokens. None if the call does not request them."""
         if (top := call.prompt_logprobs) is None:
             return None
-        tokens = await self.tokens(call)
+        tokens = await self.make_prompt_aside(call)
 
         def score(engine: AnyEngine) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray] | None]:
             decoder, adapters, ops = engine.model_of(model.policy)
@@ -302,7 +307,7 @@ class Service:
                 retry_after=1,
             )
 
-    async def answer(self, call: Call, requests: list[Request]) -> AsyncGenerator[Piece | Answer, None]:
+    async def answer_call(self, call: Call, requests: list[Request]) -> AsyncGenerator[Piece | Answer, None]:
         """Yield pieces of all answers as they come, and each Answer at its end. The caller must close it.
 
         Raises ApiError: 429 if too many sequences are in progress, 504 after the time limit, 500 if the
@@ -312,7 +317,7 @@ class Service:
         open_answers = [_OpenAnswer(request, self.renderer, call) for request in requests]
         if call.max_tokens == 0:
             for index, open_answer in enumerate(open_answers):
-                yield open_answer.answer(index, NOTHING)
+                yield open_answer.make_answer(index, EMPTY_COMPLETION)
             return
         self._sequences += len(requests)
         start = time.perf_counter()
@@ -321,8 +326,8 @@ class Service:
             async for index, event in events:
                 if isinstance(event, Emitted):
                     if not open_answers[index].emitted and index == 0:
-                        self.metrics.first.observe(time.perf_counter() - start)
-                    yield open_answers[index].piece(index, event)
+                        self.metrics.time_to_first.observe(time.perf_counter() - start)
+                    yield open_answers[index].make_piece(index, event)
                     continue
                 if event.stop is Stop.ERROR:
                     guide = requests[index].constraint
@@ -335,7 +340,7 @@ class Service:
                         code="model_error",
                     )
                 self._count_answer(event, len(requests[index].tokens) if index == 0 else 0, start)
-                yield open_answers[index].answer(index, event)
+                yield open_answers[index].make_answer(index, event)
         except TimeoutError:
             raise ApiError(
                 f"the answer was not whole after {self.limits.timeout_s:g} s, this server's limit",
@@ -351,15 +356,15 @@ class Service:
 
     def _count_answer(self, completion: Completion, prompt: int, start: float) -> None:
         seconds, metrics = time.perf_counter() - start, self.metrics
-        metrics.total.observe(seconds)
+        metrics.request_time.observe(seconds)
         metrics.tokens.labels("prompt").inc(prompt)
         metrics.tokens.labels("cached").inc(completion.cached_tokens)
         metrics.tokens.labels("sampled").inc(len(completion.tokens))
         if len(completion.tokens) > 1:
-            metrics.between.observe(seconds / len(completion.tokens))
+            metrics.time_per_token.observe(seconds / len(completion.tokens))
 
     @property
-    def under_way(self) -> int:
+    def num_sequences(self) -> int:
         """Sequences that were admitted and have not ended."""
         return self._sequences
 
@@ -382,13 +387,13 @@ class _OpenAnswer:
         self._tools = bool(call.tools) and call.tool_choice != "none"
         self._stream = TextStream(renderer, call.stop, tools=self._tools)
 
-    def piece(self, index: int, emitted: Emitted) -> Piece:
+    def make_piece(self, index: int, emitted: Emitted) -> Piece:
         self.emitted.append(emitted)
         stop = self._request.sampling.stop_tokens
         text = self._stream.push([token for token in emitted.tokens.tolist() if token not in stop])
         return Piece(index=index, text=text, emitted=emitted)
 
-    def answer(self, index: int, done: Completion) -> Answer:
+    def make_answer(self, index: int, done: Completion) -> Answer:
         request = self._request
         content, calls = done.text, ()
         if self._tools:
@@ -397,7 +402,7 @@ class _OpenAnswer:
         return Answer(
             index=index,
             content=content,
-            rest=self._stream.rest(content),
+            rest=self._stream.get_rest(content),
             tool_calls=calls,
             completion=done,
             emitted=tuple(self.emitted),

@@ -44,7 +44,9 @@ def read_calls(text: str, prefix: str) -> tuple[str, tuple[ToolCall, ...]]:
     return text.partition(OPEN)[0].rstrip(), tool_calls
 
 
-def for_equals(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def convert_to_equals(
+    messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
     """Convert messages for a model that calls its tool by "argument=". Raises ApiError unless ``tools`` is
     empty or a single tool with a single parameter."""
     if tools:
@@ -110,7 +112,7 @@ class TextStream:
         self._num_sent = max(self._num_sent, len(text))
         return new_text
 
-    def rest(self, content: str) -> str:
+    def get_rest(self, content: str) -> str:
         """Return the part of the whole ``content`` that has not been returned yet."""
         return content[self._num_sent :]
 

@@ -19,11 +19,11 @@ from ostinato.config.tasks import VERIFIERS
 from ostinato.env.rows import compute_holdout_mask
 from ostinato.types import Prompt
 
-KEY = "OSTINATO_VERIFIERS_KEY"  # the library reads its key from this variable, which is not set
-AT_ONCE = (
+KEY_VARIABLE = "OSTINATO_VERIFIERS_KEY"  # the library reads its key from this variable, which is not set
+MAX_EPISODES = (
     16  # episodes: each starts a server and clients of its own, some tenths of a second of the processor
 )
-SHOWN = 500  # characters of a task's prompt in a row
+MAX_PROMPT_LETTERS = 500  # characters of a task's prompt in a row
 
 
 class VerifiersAgent:
@@ -32,7 +32,7 @@ class VerifiersAgent:
     def __init__(self, spec: str, params: Mapping[str, Any]) -> None:
         """``spec`` is "verifiers:ID". Raises ValueError where the library or the taskset is missing, or its
         block [env] is wrong."""
-        self._spec, self._places = spec, asyncio.Semaphore(AT_ONCE)
+        self._spec, self._places = spec, asyncio.Semaphore(MAX_EPISODES)
         try:
             from verifiers.v1.utils.loaders import load_environment, resolve_env_config
         except ModuleNotFoundError as error:
@@ -62,7 +62,10 @@ class VerifiersAgent:
         """Return the tasks of ``split`` as rows: the question, for display, and the index."""
         uids = [f"{self._spec}/{index}" for index in range(len(self.tasks))]
         prompts = [str(task.data.prompt) for task in self.tasks]
-        mask, texts = compute_holdout_mask(prompts, holdout), [prompt[:SHOWN] for prompt in prompts]
+        mask, texts = (
+            compute_holdout_mask(prompts, holdout),
+            [prompt[:MAX_PROMPT_LETTERS] for prompt in prompts],
+        )
         rows = [
             Prompt(uid=uid, messages=({"role": "user", "content": text},), columns={"index": index})
             for index, (uid, text) in enumerate(zip(uids, texts, strict=True))
@@ -80,7 +83,7 @@ class VerifiersAgent:
         from verifiers.v1.clients import EvalClientConfig, ModelContext
 
         env = self._load_environment()
-        client = EvalClientConfig(base_url=base_url, api_key_var=KEY)
+        client = EvalClientConfig(base_url=base_url, api_key_var=KEY_VARIABLE)
         async with self._places, env.serving():
             (slot,) = env.slots(self.tasks[row["index"]])
             episode = await env.run_slot(slot, ModelContext(model=MODEL, client=client))

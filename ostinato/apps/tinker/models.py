@@ -19,21 +19,21 @@ from typing import Any
 import torch
 
 from ostinato.apps.serve.thread import EngineThread
-from ostinato.apps.tinker.records import Record, Start
-from ostinato.apps.tinker.registry import FAILED, Registry, Stored, UserError
-from ostinato.apps.tinker.samplers import Base, identity, spec_of
-from ostinato.apps.tinker.wire import Body, Seq, loss_of, parse_body, rows_of, training_request
+from ostinato.apps.tinker.records import Record, RecordMachine
+from ostinato.apps.tinker.registry import FAILED, Registry, StoredRequest, UserError
+from ostinato.apps.tinker.samplers import Base, make_identity, parse_spec
+from ostinato.apps.tinker.wire import Body, Seq, parse_body, parse_loss, parse_rows, parse_training_request
 from ostinato.model.lora import init_adapters
 from ostinato.model.shapes import AdapterSpec
 from ostinato.train.accumulate import Accumulator, Adam, Scored, run_to_end
 from ostinato.train.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 
 SNAPSHOT_S = 30.0  # between snapshots: the next process may have to repeat this much work
-MOST_RANK = 256  # or the width of the model, if larger
+MAX_RANK = 256  # or the width of the model, if larger
 ALPHA = 32.0  # Tinker's value for every rank
 MODEL = "model"
-Work = Generator[None, None, Scored]
-Done = Work | Scored | dict[str, float] | None
+Pieces = Generator[None, None, Scored]
+ApplyResult = Pieces | Scored | dict[str, float] | None
 
 
 class LoraBody(Body):
@@ -85,12 +85,12 @@ class Model:
     """A model in memory. ``is_clean``: no gradients are accumulated, so a snapshot is its whole state."""
 
     id: str
-    trained: Accumulator
+    accumulator: Accumulator
     record: Record
-    taken: int = 0  # optim_steps; loading weights does not reset it
+    num_optim_steps: int = 0  # loading weights does not reset it
     seq: int = 0  # of the last request applied to it
     is_clean: bool = True
-    saved: int = -1  # the request of its last snapshot
+    saved_seq: int = -1  # the request of its last snapshot
     saved_at: float = 0.0
 
 
@@ -104,7 +104,7 @@ class Models:
         registry: Registry,
         folder: Path,
         find: Callable[[str], Path],
-        start: Start,
+        start: RecordMachine,
     ) -> None:
         self._thread, self._base, self._registry, self._folder = thread, base, registry, folder
         self._find, self._start = find, start
@@ -121,16 +121,16 @@ class Models:
         if (model := self._models.pop(id, None)) is not None:
             await self._thread.call(lambda _: self._close_model(model, "done"))
 
-    def spec(self, id: str) -> AdapterSpec:
-        return spec_of(self._registry.require(MODEL, id)["spec"])
+    def get_spec(self, id: str) -> AdapterSpec:
+        return parse_spec(self._registry.require(MODEL, id)["spec"])
 
-    async def create(self, stored: Stored) -> None:
+    async def create(self, stored: StoredRequest) -> None:
         """Create a model with new adapters. The default seed is derived from the model's id."""
         body = parse_body(CreateBody, stored.body or b"")
         self.check_base(body.base_model)
         _check_optimizer(body.optimizer_config)
         config = body.lora_config or LoraBody(rank=32)
-        if config.rank > (max_rank := max(MOST_RANK, self._base.decoder.config.hidden_size)):
+        if config.rank > (max_rank := max(MAX_RANK, self._base.decoder.config.hidden_size)):
             raise UserError(f"lora_config.rank is {config.rank}; use {max_rank} at most")
         targets = ("attn",) * config.train_attn + ("mlp", "shared", "experts") * config.train_mlp
         if not targets:
@@ -146,13 +146,13 @@ class Models:
         )
         await self.get(stored.owner)
 
-    async def load(self, stored: Stored) -> None:
+    async def load(self, stored: StoredRequest) -> None:
         """Load a checkpoint into a model, or as a new model (seq 0)."""
         body = parse_body(LoadBody, stored.body or b"")
         folder = self._find(body.path)
         if not (folder / "spec.json").is_file():
             raise UserError(f"{body.path} is for sampling; load what save_state has saved")
-        spec = spec_of(json.loads((folder / "spec.json").read_text()))
+        spec = parse_spec(json.loads((folder / "spec.json").read_text()))
         if stored.seq == 0:
             if body.base_model is not None:
                 self.check_base(body.base_model)
@@ -164,12 +164,12 @@ class Models:
             }
             session = body.session_id or ""
             self._register(stored.owner, session, spec, 0, body.user_metadata, lora)
-        elif spec != self.spec(stored.owner):
-            raise UserError(f"{body.path} has {spec}, and this model {self.spec(stored.owner)}")
+        elif spec != self.get_spec(stored.owner):
+            raise UserError(f"{body.path} has {spec}, and this model {self.get_spec(stored.owner)}")
         model = await self.get(stored.owner)
         await self._thread.call(lambda _: self._apply(model, stored))
 
-    async def train(self, stored: Stored) -> Scored | dict[str, float]:
+    async def train(self, stored: StoredRequest) -> Scored | dict[str, float]:
         """Run a forward_backward or an optim_step, after a snapshot if one is due."""
         model = await self.get(stored.owner)
         await self._thread.call(lambda _: self._save_snapshot(model))
@@ -184,10 +184,10 @@ class Models:
         for model in self._models.values():
             await self._thread.call(lambda _, target=model: self._close_model(target, "stopped"))
 
-    def sampled(self, id: str, tokens: int) -> None:
+    def count_sampled_tokens(self, id: str, tokens: int) -> None:
         """Count ``tokens`` sampled from a policy of this model."""
         if (model := self._models.get(id)) is not None:
-            model.record.sampled(tokens)
+            model.record.count_sampled_tokens(tokens)
 
     def check_base(self, name: str) -> None:
         if name not in self._base.aliases:
@@ -195,16 +195,16 @@ class Models:
 
     # ---- in the engine's thread
 
-    def _apply(self, model: Model, stored: Stored) -> Done:
+    def _apply(self, model: Model, stored: StoredRequest) -> ApplyResult:
         """Apply a request to a model, or return the work that does; deterministic, so it can be replayed."""
         model.seq = stored.seq
         match stored.kind:
             case "forward_backward":
-                message = training_request(stored.body or b"")
-                loss, rows = loss_of(message), rows_of(message)
+                message = parse_training_request(stored.body or b"")
+                loss, rows = parse_loss(message), parse_rows(message)
                 model.is_clean = model.is_clean and message.forward_only
-                work = model.trained.pieces(rows, loss, learn=not message.forward_only)
-                return work if message.forward_only else model.record.counted(rows, work)
+                work = model.accumulator.pieces(rows, loss, learn=not message.forward_only)
+                return work if message.forward_only else model.record.count_work(rows, work)
             case "optim_step":
                 params = parse_body(OptimBody, stored.body or b"").adam_params
                 if params is None:
@@ -217,15 +217,15 @@ class Models:
                     max_grad_norm=max(0.0, params.grad_clip_norm),
                 )
                 model.is_clean, start = True, time.perf_counter()
-                metrics = model.trained.optim_step(adam)
-                model.taken += 1
-                model.record.stepped(metrics, time.perf_counter() - start)
+                metrics = model.accumulator.optim_step(adam)
+                model.num_optim_steps += 1
+                model.record.record_step(metrics, time.perf_counter() - start)
                 return metrics
             case "load_weights":
                 body = parse_body(LoadBody, stored.body or b"")
-                accumulator = model.trained
+                accumulator = model.accumulator
                 checkpoint = load_checkpoint(
-                    self._find(body.path), identity=identity(self._base, accumulator.adapters.spec)
+                    self._find(body.path), identity=make_identity(self._base, accumulator.adapters.spec)
                 )
                 assert checkpoint is not None
                 bad_names = [
@@ -241,27 +241,27 @@ class Models:
     def _load(self, id: str) -> Model:
         """Restore the model from its last snapshot and the requests after it."""
         document = self._registry.require(MODEL, id)
-        spec, config = spec_of(document["spec"]), self._base.decoder.config
+        spec, config = parse_spec(document["spec"]), self._base.decoder.config
         adapters = init_adapters(config, spec, document["seed"], self._base.decoder.device)
         accumulator = Accumulator(self._base.decoder, adapters, ops=self._base.ops)
-        snapshot = load_checkpoint(self._make_snapshot_folder(id), identity=identity(self._base, spec))
+        snapshot = load_checkpoint(self._make_snapshot_folder(id), identity=make_identity(self._base, spec))
         num_taken = snapshot.state.get("taken", snapshot.state["steps"]) if snapshot else 0
         model = Model(id, accumulator, self._open_record(id, document, num_taken), num_taken)
         if snapshot is not None:
-            model.trained.restore(snapshot.tensors)
-            model.trained.steps = snapshot.state["steps"]
-            model.seq = model.saved = snapshot.step
+            model.accumulator.restore(snapshot.tensors)
+            model.accumulator.steps = snapshot.state["steps"]
+            model.seq = model.saved_seq = snapshot.step
         model.saved_at = time.monotonic()
-        for stored in self._registry.since(id, model.saved):
+        for stored in self._registry.list_ended(id, model.saved_seq):
             has_no_effect = stored.kind == "forward_backward" and stored.state == FAILED
             if stored.kind != "create_model" and not has_no_effect:
                 with suppress(ValueError):  # the request was refused, and is again
                     self._replay(model, stored)
         return model
 
-    def _replay(self, model: Model, stored: Stored) -> None:
+    def _replay(self, model: Model, stored: StoredRequest) -> None:
         is_forward_only = (
-            stored.kind == "forward_backward" and training_request(stored.body or b"").forward_only
+            stored.kind == "forward_backward" and parse_training_request(stored.body or b"").forward_only
         )
         if stored.kind in ("forward_backward", "optim_step", "load_weights") and not is_forward_only:
             work = self._apply(model, stored)
@@ -272,19 +272,19 @@ class Models:
     def _save_snapshot(self, model: Model, *, now: bool = False) -> None:
         """Save a snapshot if one is due and no gradients are accumulated."""
         is_due = now or time.monotonic() - model.saved_at >= SNAPSHOT_S
-        if not is_due or not model.is_clean or model.seq <= model.saved:
+        if not is_due or not model.is_clean or model.seq <= model.saved_seq:
             return
-        if self._registry.last_seq(model.id) < model.seq:
+        if self._registry.find_last_seq(model.id) < model.seq:
             return  # the last request is not answered, so it will run again
-        accumulator = model.trained
+        accumulator = model.accumulator
         checkpoint = Checkpoint(
             step=model.seq,
             tensors=accumulator.tensors(),
-            state={"steps": accumulator.steps, "taken": model.taken},
-            identity=identity(self._base, accumulator.adapters.spec),
+            state={"steps": accumulator.steps, "taken": model.num_optim_steps},
+            identity=make_identity(self._base, accumulator.adapters.spec),
         )
         save_checkpoint(self._make_snapshot_folder(model.id), checkpoint, keep=1)
-        model.saved, model.saved_at = model.seq, time.monotonic()
+        model.saved_seq, model.saved_at = model.seq, time.monotonic()
         self._registry.forget_bodies(model.id, model.seq)
 
     def _close_model(self, model: Model, reason: str) -> None:
@@ -293,13 +293,13 @@ class Models:
 
     def _open_record(self, id: str, document: dict[str, Any], step: int) -> Record:
         adapter = {name: document["spec"][name] for name in ("rank", "alpha")}
-        recipe = {"name": slug(id), "model": {"path": self._base.path}, "adapter": adapter}
+        recipe = {"name": make_slug(id), "model": {"path": self._base.path}, "adapter": adapter}
         return Record(
-            self._folder / "runs" / slug(id), {**recipe, "tinker": {"model": id}}, step, self._start
+            self._folder / "runs" / make_slug(id), {**recipe, "tinker": {"model": id}}, step, self._start
         )
 
     def _make_snapshot_folder(self, id: str) -> Path:
-        folder = self._folder / "models" / slug(id)
+        folder = self._folder / "models" / make_slug(id)
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
@@ -323,7 +323,7 @@ class Models:
         self._registry.put(MODEL, id, document, owner=session)
 
 
-def _run_piece(work: Work) -> Work | Scored:
+def _run_piece(work: Pieces) -> Pieces | Scored:
     """Run the next microbatch, and return the remaining work, or its result if it is done."""
     try:
         next(work)
@@ -337,6 +337,6 @@ def _check_optimizer(config: dict[str, Any] | None) -> None:
         raise UserError(f"optimizer is {config.get('type')!r}; this server trains with adamw")
 
 
-def slug(id: str) -> str:
+def make_slug(id: str) -> str:
     """Return an id as the name of a folder."""
     return id.replace(":", "_").replace("/", "_")

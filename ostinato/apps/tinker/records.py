@@ -20,7 +20,7 @@ from ostinato.observe.ledger import Ledger
 from ostinato.run import RunFolder
 from ostinato.train.accumulate import Row, Scored
 
-Start = Callable[[RunFolder], None]  # records the machine that works on a run from now on
+RecordMachine = Callable[[RunFolder], None]  # records the machine that works on a run from now on
 log = logging.getLogger(__name__)
 TOTALS = {"total/sampled_tokens": "sampled", "total/trained_tokens": "trained"}
 
@@ -32,7 +32,7 @@ class Record:
     Answers count in the step after them; answers of a process that is killed before that step are in no row.
     """
 
-    def __init__(self, path: Path, recipe: Mapping[str, Any], step: int, start: Start) -> None:
+    def __init__(self, path: Path, recipe: Mapping[str, Any], step: int, start: RecordMachine) -> None:
         self._run, self._stack, self._sampling = RunFolder(path), ExitStack(), threading.Lock()
         if not self._run.recipe.is_file():
             shutil.rmtree(path, ignore_errors=True)  # the process was killed before it wrote the recipe
@@ -50,7 +50,7 @@ class Record:
         self._step, self._step_start = step, time.monotonic()
         self._tokens, self._loss, self._busy_s = Counter[str](), 0.0, 0.0
 
-    def counted(
+    def count_work(
         self, rows: Sequence[Row], work: Generator[None, None, Scored]
     ) -> Generator[None, None, Scored]:
         """Wrap the ``work`` of a forward_backward; at its end, count targets with a weight or advantage."""
@@ -69,12 +69,12 @@ class Record:
             busy += time.perf_counter() - start
             yield
 
-    def sampled(self, tokens: int) -> None:
+    def count_sampled_tokens(self, tokens: int) -> None:
         """Count sampled tokens; callable from any thread."""
         with self._sampling:
             self._tokens.update(sampled=tokens)
 
-    def stepped(self, taken: Mapping[str, float], seconds: float) -> None:
+    def record_step(self, taken: Mapping[str, float], seconds: float) -> None:
         """Record an optim_step with its metrics ``taken``; the step alone took ``seconds``."""
         with self._sampling:
             tokens, self._tokens = self._tokens, Counter[str]()

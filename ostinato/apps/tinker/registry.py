@@ -36,7 +36,7 @@ REQUESTS = sa.Table(
     sa.Index("by_state", "state"),
 )
 R, T = REQUESTS.c, THINGS.c
-ENDED = R.state != PENDING
+HAS_ENDED = R.state != PENDING
 
 
 class UserError(ValueError):
@@ -52,7 +52,7 @@ class NotFound(UserError):
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredRequest:
     """A request and its result. ``body`` is None once it cannot be needed any more."""
 
     id: str
@@ -75,18 +75,18 @@ class Result:
     state: str = DONE
 
     @classmethod
-    def of(cls, body: dict[str, Any]) -> Result:
+    def from_document(cls, body: dict[str, Any]) -> Result:
         """Return a result in JSON."""
         return cls(json.dumps(body).encode())
 
     @classmethod
-    def failed(cls, sentence: str, category: str) -> Result:
+    def make_failure(cls, sentence: str, category: str) -> Result:
         """Return a failure. ``category``: "User" for an error of the client, else "Server"."""
         error = {"error": sentence, "category": category.lower()}
         return cls(json.dumps(error).encode(), JSON, FAILED)
 
 
-STORED = sa.select(*(R[name] for name in Stored.__dataclass_fields__))
+REQUEST_QUERY = sa.select(*(R[name] for name in StoredRequest.__dataclass_fields__))
 
 
 class Registry:
@@ -112,49 +112,52 @@ class Registry:
             raise UserError(f"seq_id {seq} of {owner} was used for another request; count on")
         return known_digest is None
 
-    def request(self, id: str) -> Stored | None:
+    def get_request(self, id: str) -> StoredRequest | None:
         return next(iter(self._select_requests(R.id == id)), None)
 
-    def next_of(self, owner: str, seq: int) -> Stored | None:
+    def find_request(self, owner: str, seq: int) -> StoredRequest | None:
         """Return the request with this number, if it has arrived."""
         return next(iter(self._select_requests(R.owner == owner, R.seq == seq)), None)
 
-    def pending(self) -> list[Stored]:
+    def list_pending(self) -> list[StoredRequest]:
         """Return the pending requests in order of arrival."""
         return self._select_requests(R.state == PENDING)
 
-    def since(self, owner: str, seq: int) -> list[Stored]:
+    def list_ended(self, owner: str, seq: int) -> list[StoredRequest]:
         """Return the ended requests after ``seq``, in order: a snapshot at ``seq`` does not contain them."""
         return sorted(
-            self._select_requests(R.owner == owner, R.seq > seq, ENDED), key=lambda stored: stored.seq
+            self._select_requests(R.owner == owner, R.seq > seq, HAS_ENDED), key=lambda stored: stored.seq
         )
 
-    def _select_requests(self, *where: sa.ColumnElement[bool]) -> list[Stored]:
-        return [Stored(*row) for row in self._db.rows(STORED.where(*where).order_by(R.created, R.seq))]
+    def _select_requests(self, *where: sa.ColumnElement[bool]) -> list[StoredRequest]:
+        return [
+            StoredRequest(*row)
+            for row in self._db.rows(REQUEST_QUERY.where(*where).order_by(R.created, R.seq))
+        ]
 
     def finish(self, id: str, result: Result) -> None:
         values = {"state": result.state, "result": result.payload, "media": result.media}
         self._db.change(REQUESTS.update().where(R.id == id).values(values))
 
-    def started(self, id: str, count: int = 1) -> None:
+    def count_start(self, id: str, count: int = 1) -> None:
         """Count the start of a request by a process; -1: the process stopped in good order before the end."""
         self._db.change(REQUESTS.update().where(R.id == id).values(starts=R.starts + count))
 
-    def last_seq(self, owner: str) -> int:
+    def find_last_seq(self, owner: str) -> int:
         """Return the highest ``seq`` of an ended request; -1 without any."""
-        highest = self._db.scalar(sa.select(sa.func.max(R.seq)).where(R.owner == owner, ENDED))
+        highest = self._db.scalar(sa.select(sa.func.max(R.seq)).where(R.owner == owner, HAS_ENDED))
         return -1 if highest is None else highest
 
-    def last_time(self, owner: str) -> float | None:
+    def find_last_time(self, owner: str) -> float | None:
         """Return the time of the owner's last request, in seconds since 1970; None without any."""
         return self._db.scalar(sa.select(sa.func.max(R.created)).where(R.owner == owner))
 
     def forget_bodies(self, owner: str, seq: int) -> None:
         """Drop the bodies of ended requests up to ``seq``, whose effect a snapshot contains."""
-        update = REQUESTS.update().where(R.owner == owner, R.seq <= seq, R.seq > 0, ENDED)
+        update = REQUESTS.update().where(R.owner == owner, R.seq <= seq, R.seq > 0, HAS_ENDED)
         self._db.change(update.values(body=None))
 
-    def fetched(self, id: str) -> None:
+    def mark_fetched(self, id: str) -> None:
         self._db.change(REQUESTS.update().where(R.id == id).values(fetched=time.time()))
 
     def purge(self, fetched_s: float, created_s: float) -> int:
@@ -162,9 +165,9 @@ class Registry:
         Returns how many."""
         now = time.time()
         is_old = R.created < now - created_s
-        is_old_sample = sa.and_(R.kind == "sample", ENDED, sa.or_(R.fetched < now - fetched_s, is_old))
+        is_old_sample = sa.and_(R.kind == "sample", HAS_ENDED, sa.or_(R.fetched < now - fetched_s, is_old))
         num_deleted = self._db.change(REQUESTS.delete().where(is_old_sample))
-        results = REQUESTS.update().where(ENDED, R.body.is_(None), is_old)
+        results = REQUESTS.update().where(HAS_ENDED, R.body.is_(None), is_old)
         return num_deleted + self._db.change(results.values(result=None))
 
     # ---- sessions, models, samplers, checkpoints
@@ -186,7 +189,7 @@ class Registry:
     def delete(self, kind: str, id: str) -> None:
         self._db.change(THINGS.delete().where(T.kind == kind, T.id == id))
 
-    def all(self, kind: str, owner: str | None = None) -> list[tuple[str, float, dict[str, Any]]]:
+    def list_all(self, kind: str, owner: str | None = None) -> list[tuple[str, float, dict[str, Any]]]:
         """Return (id, seconds since 1970, body), newest first, of an owner or of all."""
         query = sa.select(T.id, T.created, T.body).where(T.kind == kind)
         query = query if owner is None else query.where(T.owner == owner)

@@ -19,7 +19,7 @@ from ostinato.model.shapes import AdapterSpec, ExpertScheme
 from ostinato.render import Renderer
 from ostinato.train.checkpoint import load_checkpoint
 
-KEPT = 16  # policies in the engine at once
+MAX_POLICIES = 16  # policies in the engine at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,21 +32,21 @@ class Base:
     decoder: Decoder
     renderer: Renderer
     ops: Ops  # of training
-    context: int
+    context_limit: int  # tokens of a sequence
 
 
-def spec_of(stored: Mapping[str, object]) -> AdapterSpec:
+def parse_spec(stored: Mapping[str, object]) -> AdapterSpec:
     """Return the adapter spec in the JSON of a model or a checkpoint."""
     fields = {**stored, "targets": tuple(stored["targets"])}  # type: ignore[arg-type]
     return AdapterSpec(**{**fields, "expert_scheme": ExpertScheme(fields["expert_scheme"])})  # type: ignore[arg-type]
 
 
-def identity(base: Base, spec: AdapterSpec) -> dict[str, str]:
+def make_identity(base: Base, spec: AdapterSpec) -> dict[str, str]:
     """Return the identity that a checkpoint must have to be loaded."""
     return {"base": compute_base_fingerprint(base.decoder), "adapter": str(spec)}
 
 
-def with_tensors(base: Base, spec: AdapterSpec, tensors: Mapping[str, Tensor]) -> Adapters:
+def make_adapters(base: Base, spec: AdapterSpec, tensors: Mapping[str, Tensor]) -> Adapters:
     """Return the adapters of a training checkpoint."""
     adapters = init_adapters(base.decoder.config, spec, device=base.decoder.device)
     adapters_copy = adapters.detach_copy()
@@ -70,7 +70,7 @@ class Samplers:
         await self._thread.call(lambda engine: engine.publish(copy, version, name))
         self._policies[name] = copy
         self._policies.move_to_end(name)
-        while len(self._policies) > KEPT:
+        while len(self._policies) > MAX_POLICIES:
             await self.withdraw(next(iter(self._policies)))
 
     async def withdraw(self, name: str) -> None:
@@ -78,7 +78,7 @@ class Samplers:
         if self._policies.pop(name, None) is not None:
             await self._thread.call(lambda engine: engine.withdraw(name))
 
-    async def ensure(self, name: str, folder: Path, version: int) -> Adapters:
+    async def load(self, name: str, folder: Path, version: int) -> Adapters:
         """Return the policy in ``folder``, served as ``name``. Raises ValueError if it is incomplete."""
         if name not in self._policies:
             adapters = await self._thread.call(lambda _: read_adapters(self._base, folder))
@@ -91,7 +91,7 @@ def read_adapters(base: Base, folder: Path) -> Adapters:
     """Read the adapters of a folder that was saved for sampling, or of a training checkpoint."""
     if not any(folder.glob("step-*")):
         return load_peft(folder, base.decoder)
-    spec = spec_of(json.loads((folder / "spec.json").read_text()))
-    checkpoint = load_checkpoint(folder, identity=identity(base, spec))
+    spec = parse_spec(json.loads((folder / "spec.json").read_text()))
+    checkpoint = load_checkpoint(folder, identity=make_identity(base, spec))
     assert checkpoint is not None
-    return with_tensors(base, spec, checkpoint.tensors)
+    return make_adapters(base, spec, checkpoint.tensors)

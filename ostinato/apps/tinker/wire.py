@@ -21,8 +21,8 @@ from ostinato.train.accumulate import Row, Scored
 from ostinato.types import Completion, Emitted, Sampling, Stop
 
 DTYPES = {pb.DTYPE_FLOAT32: np.float32, pb.DTYPE_INT64: np.int64, pb.DTYPE_INT32: np.int32}
-NOTHING = -99999.0  # the log-probability of an empty cell of a top-k matrix
-MOST_BYTES = 64 << 20  # of a body, decompressed
+EMPTY_LOGPROB = -99999.0  # the log-probability of an empty cell of a top-k matrix
+MAX_BODY_BYTES = 64 << 20  # of a body, decompressed
 
 
 class Body(BaseModel):
@@ -54,18 +54,18 @@ def unpack_body(body: bytes, encoding: str) -> bytes:
         raise UserError(f"the body has the encoding {encoding!r}; send zstd or none")
     try:
         with zstandard.ZstdDecompressor().stream_reader(io.BytesIO(body)) as reader:
-            data = reader.read(MOST_BYTES + 1)
+            data = reader.read(MAX_BODY_BYTES + 1)
     except zstandard.ZstdError as error:
         raise UserError(f"the body is no zstd: {error}") from error
-    if len(data) > MOST_BYTES:
-        raise UserError(f"the body has more than {MOST_BYTES} bytes; send fewer datums at once")
+    if len(data) > MAX_BODY_BYTES:
+        raise UserError(f"the body has more than {MAX_BODY_BYTES} bytes; send fewer datums at once")
     return data
 
 
 # ---- training
 
 
-def training_request(body: bytes) -> Any:
+def parse_training_request(body: bytes) -> Any:
     """Return the message of a forward_backward. Raises UserError for bytes of another kind."""
     try:
         return pb.ForwardBackwardRequest.FromString(body)
@@ -73,7 +73,7 @@ def training_request(body: bytes) -> Any:
         raise UserError(f"the body is no ForwardBackwardRequest: {error}") from error
 
 
-def loss_of(message: Any) -> TokenLoss:
+def parse_loss(message: Any) -> TokenLoss:
     config = {
         key: value.text if value.WhichOneof("value") == "text" else value.number
         for key, value in message.loss_fn_config_v2.items()
@@ -81,13 +81,13 @@ def loss_of(message: Any) -> TokenLoss:
     return token_loss(message.loss_fn, config)
 
 
-def rows_of(message: Any) -> list[Row]:
+def parse_rows(message: Any) -> list[Row]:
     """Return the rows to train on. Raises UserError, which names the first invalid datum."""
     if not message.data:
         raise UserError("the request has no data; send at least one datum")
     tensors = (tensor for datum in message.data for tensor in datum.loss_fn_inputs.values())
-    if (size := sum(4 * math.prod(map(abs, tensor.shape)) for tensor in tensors)) > MOST_BYTES:
-        raise UserError(f"the tensors have {size} bytes, dense; send {MOST_BYTES} at most at once")
+    if (size := sum(4 * math.prod(map(abs, tensor.shape)) for tensor in tensors)) > MAX_BODY_BYTES:
+        raise UserError(f"the tensors have {size} bytes, dense; send {MAX_BODY_BYTES} at most at once")
     rows = []
     for index, datum in enumerate(message.data):
         try:
@@ -150,7 +150,7 @@ def _read_tensor(tensor: Any, name: str) -> np.ndarray:
     return flat.reshape(shape or (-1,))
 
 
-def training_result(scored: Scored) -> Result:
+def make_training_result(scored: Scored) -> Result:
     """Return log-probabilities as ragged tensors, one for each width of the targets."""
     message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
     message.metrics["loss:sum"] = scored.loss
@@ -212,7 +212,7 @@ class SampleBody(Body):
     prompt_alt_tokens_k: int = 0
     prompt_logprobs_last_n: int | None = None
 
-    def tokens(self) -> np.ndarray:
+    def read_tokens(self) -> np.ndarray:
         """Return the prompt's tokens [P] int32. Raises UserError for other chunks than text."""
         if kind := next((chunk.type for chunk in self.prompt.chunks if chunk.type != "encoded_text"), None):
             raise UserError(f"the prompt has a chunk of kind {kind}; this server takes text alone")
@@ -221,7 +221,7 @@ class SampleBody(Body):
             raise UserError("the prompt has no tokens; give at least one")
         return np.array(ids, np.int64).clip(-1, 2**31 - 1).astype(np.int32)
 
-    def sampling(self, eos: Sequence[int], room: int) -> Sampling:
+    def make_sampling(self, eos: Sequence[int], room: int) -> Sampling:
         """Return the sampling settings. ``stop`` as tokens replaces the model's stop tokens; strings are
         added to them; [] means none. Raises UserError for settings that are invalid or exceed ``room``."""
         params, stop = self.sampling_params, self.sampling_params.stop
@@ -253,7 +253,7 @@ class PromptScores:
     top: tuple[np.ndarray, np.ndarray] | None = None  # ids, log-probabilities [P - 1, k]
 
 
-def sampling_result(
+def make_sampling_result(
     answers: Sequence[Completion],
     tops: Sequence[Sequence[Emitted]],
     top: int,
@@ -288,7 +288,7 @@ def sampling_result(
 
 def _fill_top(message: Any, ids: Sequence[np.ndarray], logprobs: Sequence[np.ndarray], k: int) -> None:
     """Fill ``message`` with rows of at most k entries, padded to a matrix [rows, k]."""
-    tokens, values = np.zeros((len(ids), k), np.int32), np.full((len(ids), k), NOTHING, np.float32)
+    tokens, values = np.zeros((len(ids), k), np.int32), np.full((len(ids), k), EMPTY_LOGPROB, np.float32)
     for row, (row_ids, row_logprobs) in enumerate(zip(ids, logprobs, strict=True)):
         tokens[row, : len(row_ids)], values[row, : len(row_logprobs)] = row_ids[:k], row_logprobs[:k]
     message.token_ids, message.logprobs = tokens.tobytes(), values.tobytes()

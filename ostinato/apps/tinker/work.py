@@ -16,19 +16,19 @@ from pathlib import Path
 from typing import Any
 
 from ostinato.apps.serve.thread import EngineThread
-from ostinato.apps.tinker.models import MODEL, Models, slug
-from ostinato.apps.tinker.records import Start
-from ostinato.apps.tinker.registry import Registry, Result, Stored, UserError
-from ostinato.apps.tinker.samplers import Base, Samplers, identity
+from ostinato.apps.tinker.models import MODEL, Models, make_slug
+from ostinato.apps.tinker.records import RecordMachine
+from ostinato.apps.tinker.registry import Registry, Result, StoredRequest, UserError
+from ostinato.apps.tinker.samplers import Base, Samplers, make_identity
 from ostinato.apps.tinker.wire import (
     Body,
     PromptScores,
     SampleBody,
     Seconds,
     Seq,
+    make_sampling_result,
+    make_training_result,
     parse_body,
-    sampling_result,
-    training_result,
 )
 from ostinato.engine.local import LocalEngine
 from ostinato.launch.engine import choose_training_ops
@@ -46,9 +46,9 @@ from ostinato.types import Completion, Emitted, Request, Stop
 SAMPLER, CHECKPOINT = "sampler", "checkpoint"
 KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-LIMIT_S = 7 * 24 * 3600.0  # of a sample; a client that gives up cancels earlier
+SAMPLE_LIMIT_S = 7 * 24 * 3600.0  # of a sample; a client that gives up cancels earlier
 log = logging.getLogger(__name__)
-TOP = 64  # top tokens per position, at most
+MAX_TOP = 64  # top tokens per position, at most
 
 
 class SaveBody(Body):
@@ -67,12 +67,12 @@ class Work:
     """Runs requests for one base model. Checkpoints, snapshots and run folders are in ``folder``."""
 
     def __init__(
-        self, thread: EngineThread, base: Base, registry: Registry, folder: Path, start: Start
+        self, thread: EngineThread, base: Base, registry: Registry, folder: Path, start: RecordMachine
     ) -> None:
         self.base, self._thread, self._registry, self._folder = base, thread, registry, folder
-        self.models = Models(thread, base, registry, folder, self.folder_of, start)
+        self.models = Models(thread, base, registry, folder, self.find_folder, start)
         self.samplers = Samplers(thread, base)
-        self._handlers: dict[str, Callable[[Stored], Awaitable[Result]]] = {
+        self._handlers: dict[str, Callable[[StoredRequest], Awaitable[Result]]] = {
             "create_model": self._create,
             "load_weights": self._load,
             "forward_backward": self._train,
@@ -83,87 +83,95 @@ class Work:
             "sample": self._sample,
         }
 
-    async def run(self, stored: Stored) -> Result:
+    async def run(self, stored: StoredRequest) -> Result:
         """Run a request. Raises ValueError for an error of the client, with a sentence for it."""
         return await self._handlers[stored.kind](stored)
 
     # ---- models
 
-    async def _create(self, stored: Stored) -> Result:
+    async def _create(self, stored: StoredRequest) -> Result:
         await self.models.create(stored)
-        log.info("model %s is new, with rank %d", stored.owner, self.models.spec(stored.owner).rank)
-        return Result.of({"model_id": stored.owner, "type": "create_model"})
+        log.info("model %s is new, with rank %d", stored.owner, self.models.get_spec(stored.owner).rank)
+        return Result.from_document({"model_id": stored.owner, "type": "create_model"})
 
-    async def _load(self, stored: Stored) -> Result:
+    async def _load(self, stored: StoredRequest) -> Result:
         await self.models.load(stored)
         path = json.loads(stored.body or b"{}")["path"]
         log.info("model %s has loaded %s", stored.owner, path)
-        return Result.of({"path": path, "model_id": stored.owner, "type": "load_weights"})
+        return Result.from_document({"path": path, "model_id": stored.owner, "type": "load_weights"})
 
-    async def _train(self, stored: Stored) -> Result:
+    async def _train(self, stored: StoredRequest) -> Result:
         result = await self.models.train(stored)
-        return training_result(result) if isinstance(result, Scored) else Result.of({"metrics": result})
+        return (
+            make_training_result(result)
+            if isinstance(result, Scored)
+            else Result.from_document({"metrics": result})
+        )
 
     # ---- checkpoints: tinker://model/kind/name
 
-    async def _save(self, stored: Stored) -> Result:
+    async def _save(self, stored: StoredRequest) -> Result:
         body = parse_body(SaveBody, stored.body or b"")
         model = await self.models.get(stored.owner)
-        spec = model.trained.adapters.spec
+        spec = model.accumulator.adapters.spec
 
         def write(folder: Path) -> None:
             (folder / "spec.json").write_text(json.dumps(asdict(spec)))
             checkpoint = Checkpoint(
-                step=model.trained.steps,
-                tensors=model.trained.tensors(),
-                state={"steps": model.trained.steps},
-                identity=identity(self.base, spec),
+                step=model.accumulator.steps,
+                tensors=model.accumulator.tensors(),
+                state={"steps": model.accumulator.steps},
+                identity=make_identity(self.base, spec),
             )
             save_checkpoint(folder, checkpoint)
 
         path = await self._write(stored, body, "weights", write)
-        return Result.of({"path": path, "type": "save_weights"})
+        return Result.from_document({"path": path, "type": "save_weights"})
 
-    async def _save_for_sampler(self, stored: Stored) -> Result:
+    async def _save_for_sampler(self, stored: StoredRequest) -> Result:
         body = parse_body(SaveBody, stored.body or b"")
         model = await self.models.get(stored.owner)
         kind = {"type": "save_weights_for_sampler"}
         if body.path is not None:
-            path = await self._write(stored, body, "sampler_weights", self._writer(model.trained.adapters))
-            return Result.of({"path": path, **kind})
+            path = await self._write(
+                stored, body, "sampler_weights", self._writer(model.accumulator.adapters)
+            )
+            return Result.from_document({"path": path, **kind})
         session = self._registry.require(MODEL, stored.owner)["session"]
         id = f"{session}:sample:{body.sampling_session_seq_id}"
         is_shared = body.kind == "inflight"
         policy = f"{stored.owner}:inflight" if is_shared else id
-        folder = self._folder / "samplers" / slug(policy)
+        folder = self._folder / "samplers" / make_slug(policy)
         await self._thread.call(
-            lambda _: _replace_folder(folder, self._writer(model.trained.adapters, peft=False))
+            lambda _: _replace_folder(folder, self._writer(model.accumulator.adapters, peft=False))
         )
-        await self.samplers.publish(policy, model.trained.adapters, model.trained.steps)
+        await self.samplers.publish(policy, model.accumulator.adapters, model.accumulator.steps)
         document = {
             "policy": policy,
             "folder": self._to_relative(folder),
             "path": None,
             "model": stored.owner,
         }
-        document["steps"] = model.trained.steps
+        document["steps"] = model.accumulator.steps
         self._registry.put(SAMPLER, id, document, owner=session)
-        return Result.of({"sampling_session_id": id, **kind})
+        return Result.from_document({"sampling_session_id": id, **kind})
 
-    async def _save_external(self, stored: Stored) -> Result:
+    async def _save_external(self, stored: StoredRequest) -> Result:
         body = parse_body(SaveBody, stored.body or b"")
         if body.age_encryption_recipients:
             raise UserError("age_encryption_recipients are not supported; files are on your own disk")
         model = await self.models.get(stored.owner)
-        path = await self._write(stored, body, "external_weights", self._writer(model.trained.adapters))
+        path = await self._write(stored, body, "external_weights", self._writer(model.accumulator.adapters))
         size = self._registry.require(CHECKPOINT, path)["size"]
-        return Result.of({"path": path, "size_bytes": size, "type": "save_weights_external"})
+        return Result.from_document({"path": path, "size_bytes": size, "type": "save_weights_external"})
 
     def _writer(self, adapters: Adapters, *, peft: bool = True) -> Callable[[Path], None]:
         """Return what writes adapters into a folder; without ``peft`` in our form alone, which is smaller."""
         return lambda folder: save_peft(adapters, self.base.decoder, folder, self.base.path, peft=peft)
 
-    async def _write(self, stored: Stored, body: SaveBody, kind: str, write: Callable[[Path], None]) -> str:
+    async def _write(
+        self, stored: StoredRequest, body: SaveBody, kind: str, write: Callable[[Path], None]
+    ) -> str:
         """Write a checkpoint to disk and to the registry, and return its path."""
         name = body.path or f"{stored.seq:06d}"
         if not NAME.fullmatch(name):
@@ -174,7 +182,7 @@ class Work:
             return path
         if earlier is not None and not body.overwrite:
             raise UserError(f"{path} exists; choose another name, or overwrite=True where that is offered")
-        folder = self._folder / "checkpoints" / slug(stored.owner) / kind / name
+        folder = self._folder / "checkpoints" / make_slug(stored.owner) / kind / name
         await self._thread.call(lambda _: _replace_folder(folder, write))
         document = {
             "request": stored.id,
@@ -188,7 +196,7 @@ class Work:
         self._registry.put(CHECKPOINT, path, document, owner=stored.owner)
         return path
 
-    def folder_of(self, path: str) -> Path:
+    def find_folder(self, path: str) -> Path:
         """Return the folder of a checkpoint. Raises UserError if it does not exist (any more)."""
         if not path.startswith("tinker://"):
             raise UserError(f"{path!r} is no checkpoint; use tinker://model/weights/name")
@@ -203,28 +211,28 @@ class Work:
         """Return a folder relative to that of the state, which may be moved, for the registry."""
         return str(folder.relative_to(self._folder))
 
-    def copy(self, path: str, run: str, expires: float | None) -> str:
+    def copy_checkpoint(self, path: str, run: str, expires: float | None) -> str:
         """Copy a checkpoint to another run. Returns its path; a repeated request gets the same copy."""
-        source = self.folder_of(path)
+        source = self.find_folder(path)
         kind, name = path.split("/")[3:]
         copy_path = f"tinker://{run}/{kind}/{name}"
         if self._registry.get(CHECKPOINT, copy_path) is None:
-            folder = self._folder / "checkpoints" / slug(run) / kind / name
+            folder = self._folder / "checkpoints" / make_slug(run) / kind / name
             _replace_folder(folder, lambda temporary: shutil.copytree(source, temporary, dirs_exist_ok=True))
             document = self._registry.require(CHECKPOINT, path)
             updates = {"folder": self._to_relative(folder), "request": "", "expires": expires}
             self._registry.put(CHECKPOINT, copy_path, {**document, **updates}, owner=run)
         return copy_path
 
-    def delete(self, path: str) -> None:
+    def delete_checkpoint(self, path: str) -> None:
         """Delete a checkpoint. Raises UserError if there is none."""
-        folder = self.folder_of(path)
+        folder = self.find_folder(path)
         self._registry.delete(CHECKPOINT, path)
         shutil.rmtree(folder, ignore_errors=True)
 
     def delete_expired(self) -> None:
         """Delete the checkpoints whose time is over."""
-        for path, _, document in self._registry.all(CHECKPOINT):
+        for path, _, document in self._registry.list_all(CHECKPOINT):
             if document["expires"] is not None and document["expires"] < time.time():
                 self._registry.delete(CHECKPOINT, path)
                 shutil.rmtree(self._folder / document["folder"], ignore_errors=True)
@@ -232,26 +240,26 @@ class Work:
 
     # ---- samples
 
-    def new_sampler(self, id: str, session: str, path: str | None) -> None:
+    def register_sampler(self, id: str, session: str, path: str | None) -> None:
         """Register a sampling session on a checkpoint, or on the base model (None)."""
-        folder = None if path is None else self._to_relative(self.folder_of(path))
+        folder = None if path is None else self._to_relative(self.find_folder(path))
         self._registry.put(
             SAMPLER, id, {"policy": path or "", "folder": folder, "path": path, "steps": 0}, owner=session
         )
 
-    async def _sample(self, stored: Stored) -> Result:
+    async def _sample(self, stored: StoredRequest) -> Result:
         """Sample answers. Answer k has the seed (seed, k); the default seed comes from the request's id."""
         body = parse_body(SampleBody, stored.body or b"")
         document, adapters = await self._resolve_policy(body)
-        tokens = body.tokens()
+        tokens = body.read_tokens()
         if not 1 <= body.num_samples <= 1024:
             raise UserError(f"num_samples is {body.num_samples}; use 1 to 1024")
         for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
-            if not 0 <= getattr(body, name) <= TOP:
-                raise UserError(f"{name} is {getattr(body, name)}; use 0 to {TOP}")
+            if not 0 <= getattr(body, name) <= MAX_TOP:
+                raise UserError(f"{name} is {getattr(body, name)}; use 0 to {MAX_TOP}")
         if body.target_prompt_logprobs is not None or body.prompt_alt_tokens_k:
             raise UserError("target_prompt_logprobs and prompt_alt_tokens_k are not computed by this server")
-        sampling = body.sampling(self.base.renderer.stop_tokens, self.base.context - len(tokens))
+        sampling = body.make_sampling(self.base.renderer.stop_tokens, self.base.context_limit - len(tokens))
         derived_seed = int.from_bytes(hashlib.sha256(stored.id.encode()).digest()[:7])
         client_seed = body.sampling_params.seed
         seed = derived_seed if client_seed is None else (client_seed + 2**63) % 2**64 - 2**63
@@ -268,7 +276,7 @@ class Work:
         ]
         answers, tops = await self._collect_answers(requests)
         model_id = document.get("model") or document["policy"].removeprefix("tinker://").partition("/")[0]
-        self.models.sampled(model_id, sum(len(answer.tokens) for answer in answers))
+        self.models.count_sampled_tokens(model_id, sum(len(answer.tokens) for answer in answers))
         scores = None
         if body.prompt_logprobs or body.topk_prompt_logprobs:
             top, base = body.topk_prompt_logprobs, self.base
@@ -280,13 +288,13 @@ class Work:
         if num_scored is not None and not 1 <= num_scored <= max(1, len(tokens) - 1):
             raise UserError(f"prompt_logprobs_last_n is {num_scored}; use 1 to {len(tokens) - 1}")
         num_scored = len(tokens) - 1 if num_scored is None else min(num_scored, len(tokens) - 1)
-        return sampling_result(answers, tops, body.topk_sample_logprobs, scores, num_scored)
+        return make_sampling_result(answers, tops, body.topk_sample_logprobs, scores, num_scored)
 
     async def _collect_answers(self, requests: list[Request]) -> tuple[list[Completion], list[list[Emitted]]]:
         """Return the completions of requests, and for each the events with top tokens."""
         answers: dict[int, Completion] = {}
         tops: list[list[Emitted]] = [[] for _ in requests]
-        async with aclosing(self._thread.generate(requests, LIMIT_S)) as events:
+        async with aclosing(self._thread.generate(requests, SAMPLE_LIMIT_S)) as events:
             async for index, event in events:
                 if isinstance(event, Emitted):
                     if event.top:
@@ -302,7 +310,7 @@ class Work:
         if body.sampling_session_id is not None:
             document = self._registry.require(SAMPLER, body.sampling_session_id)
         elif body.model_path is not None:
-            folder = self._to_relative(self.folder_of(body.model_path))
+            folder = self._to_relative(self.find_folder(body.model_path))
             document = {"policy": body.model_path, "folder": folder, "steps": 0}
         else:
             self.models.check_base(body.base_model or "")
@@ -310,15 +318,15 @@ class Work:
         if not document["policy"]:
             return document, None
         folder = self._folder / document["folder"]
-        return document, await self.samplers.ensure(document["policy"], folder, document["steps"])
+        return document, await self.samplers.load(document["policy"], folder, document["steps"])
 
     async def finish_session(self, session: str) -> int:
         """Free the memory of an ended session's models, and delete its samplers without a path. Returns how
         many samplers."""
         num_deleted = 0
-        for id, _, _ in self._registry.all(MODEL, session):
+        for id, _, _ in self._registry.list_all(MODEL, session):
             await self.models.release(id)
-        for id, _, document in self._registry.all(SAMPLER, session):
+        for id, _, document in self._registry.list_all(SAMPLER, session):
             if document["path"] is None:
                 await self.samplers.withdraw(document["policy"])
                 if document["folder"] is not None:  # the base has none
@@ -387,5 +395,5 @@ def _make_base(target: str, policy: Policy, engine: LocalEngine, name: str) -> B
         decoder=engine.decoder,
         renderer=policy.renderer,
         ops=choose_training_ops(policy.recipe, policy.decoder),
-        context=engine.context_limit,
+        context_limit=engine.context_limit,
     )

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from ostinato.env.adapters import Gem, TextArena, TextWorld
 from ostinato.env.arithmetic import PHRASINGS, Family, assign_split, draw_prompts
 from ostinato.env.custom import make_factory
-from ostinato.env.rows import make_prompt, read_prompts
+from ostinato.env.rows import make_prompt, read_source
 from ostinato.env.tasks import Rows, check_disjoint, load_tasks
 from ostinato.types import Prompt
 
@@ -161,13 +161,13 @@ def test_rows_of_csv_and_of_a_compressed_file_are_those_of_jsonl(tmp_path: Path)
     with (tmp_path / "rows.csv").open("w", newline="") as file:
         csv.writer(file).writerows([["prompt", "answer"], *([row["prompt"], row["answer"]] for row in rows)])
     for name in ("rows.jsonl.gz", "rows.csv"):
-        read_ = read_prompts(str(tmp_path / name), "train")
+        read_ = read_source(str(tmp_path / name), "train")
         assert [(one.text, one.columns["answer"]) for one in read_] == [
             (row["prompt"], row["answer"]) for row in rows
         ]
     (tmp_path / "torn.csv").write_text("prompt,answer\n1+1?,2,3\n")
     with pytest.raises(ValueError, match=r"torn\.csv is not CSV .*row 1 has more values"):
-        read_prompts(str(tmp_path / "torn.csv"), "train")
+        read_source(str(tmp_path / "torn.csv"), "train")
 
 
 def test_a_uid_is_the_content_and_not_the_place() -> None:
@@ -211,7 +211,7 @@ def test_a_bad_row_is_named(tmp_path: Path, row: Any, sentence: str) -> None:
     template writes, were dropped."""
     source = jsonl(tmp_path / "rows.jsonl", {"prompt": "1+1?", "answer": "2", "id": "a"}, row)
     with pytest.raises(ValueError, match=sentence):
-        read_prompts(source, "train")
+        read_source(source, "train")
 
 
 def test_a_parquet_text_that_is_no_utf8_is_named(tmp_path: Path) -> None:
@@ -225,14 +225,14 @@ def test_a_parquet_text_that_is_no_utf8_is_named(tmp_path: Path) -> None:
     table = pyarrow.table({"prompt": texts, "answer": ["1", "2"]})
     parquet.write_table(table, tmp_path / "rows.parquet")
     with pytest.raises(ValueError, match=r"one of the rows 1 to 2 of .* not UTF-8"):
-        read_prompts(str(tmp_path / "rows.parquet"), "train")
+        read_source(str(tmp_path / "rows.parquet"), "train")
 
 
 def test_an_empty_or_foreign_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has no rows; write"):
-        read_prompts(jsonl(tmp_path / "rows.jsonl"), "train")
+        read_source(jsonl(tmp_path / "rows.jsonl"), "train")
     with pytest.raises(ValueError, match=r"use a \.jsonl, \.csv or \.parquet file"):
-        read_prompts(jsonl(tmp_path / "rows.xlsx", "a,b"), "train")
+        read_source(jsonl(tmp_path / "rows.xlsx", "a,b"), "train")
 
 
 @pytest.mark.slow
@@ -241,12 +241,12 @@ def test_parquet_reads_as_jsonl(tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     rows = [{"prompt": CHAT, "answer": "4", "level": k} for k in range(3)]
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    theirs = read_prompts(str(tmp_path / "rows.parquet"), "train")
-    ours = read_prompts(jsonl(tmp_path / "rows.jsonl", *rows), "train")
+    theirs = read_source(str(tmp_path / "rows.parquet"), "train")
+    ours = read_source(jsonl(tmp_path / "rows.jsonl", *rows), "train")
     assert [(p.uid, p.messages, p.columns) for p in theirs] == [(p.uid, p.messages, p.columns) for p in ours]
     (tmp_path / "bad.parquet").write_text("no parquet")
     with pytest.raises(ValueError, match="is not a parquet file"):
-        read_prompts(str(tmp_path / "bad.parquet"), "train")
+        read_source(str(tmp_path / "bad.parquet"), "train")
 
 
 def test_a_datasets_folder_has_its_own_splits(tmp_path: Path) -> None:
@@ -261,7 +261,7 @@ def test_a_datasets_folder_has_its_own_splits(tmp_path: Path) -> None:
     datasets.DatasetDict(train=train).save_to_disk(str(tmp_path / "one"))
 
     def texts(folder: str, split: str, **options: Any) -> list[str | None]:
-        return [prompt.text for prompt in read_prompts(str(tmp_path / folder), split, **options)]
+        return [prompt.text for prompt in read_source(str(tmp_path / folder), split, **options)]
 
     assert texts("plain", "train") == texts("both", "train") == texts("one", "train") == rows["prompt"]
     assert texts("both", "eval") == ["5+5?"]
@@ -360,23 +360,23 @@ def test_as_many_rows_are_held_out_as_the_share_says(
 ) -> None:
     """A threshold for the hash of each row made 0.2 of 20 rows 1 row, and an evaluation of one prompt."""
     source = write_rows(tmp_path / "rows.jsonl", rows)
-    train, held = (read_prompts(source, split, holdout=share) for split in ("train", "eval"))
+    train, held = (read_source(source, split, holdout=share) for split in ("train", "eval"))
     assert len(held) == count and len(train) == rows - count
-    longer = read_prompts(write_rows(tmp_path / "more.jsonl", rows + 1), "eval", holdout=share)
+    longer = read_source(write_rows(tmp_path / "more.jsonl", rows + 1), "eval", holdout=share)
     assert len({one.text for one in held} - {one.text for one in longer}) <= 1
 
 
 def test_equal_prompts_are_held_out_together_and_none_is_lost(tmp_path: Path) -> None:
     twice = [{"prompt": f"{k // 2}+0?", "answer": str(k // 2), "id": k} for k in range(20)]
     source = jsonl(tmp_path / "rows.jsonl", *twice, *({"prompt": "many?", "answer": "1"} for _ in range(10)))
-    train, held = (read_prompts(source, split, holdout=0.2) for split in ("train", "eval"))
+    train, held = (read_source(source, split, holdout=0.2) for split in ("train", "eval"))
     assert len(train) + len(held) == 30 and len(held) == 6
     assert not {one.text for one in train} & {one.text for one in held}
 
 
 def test_where_every_question_comes_often_the_rarest_is_held_out(tmp_path: Path) -> None:
     often = [{"prompt": f"{k % 3 % 2}+0?", "answer": "1", "id": k} for k in range(12)]
-    held = read_prompts(jsonl(tmp_path / "rows.jsonl", *often), "eval", holdout=0.1)
+    held = read_source(jsonl(tmp_path / "rows.jsonl", *often), "eval", holdout=0.1)
     assert [one.text for one in held] == ["1+0?"] * 4
 
 
@@ -384,12 +384,12 @@ def test_rows_need_no_answer_but_then_none_has_one(tmp_path: Path) -> None:
     """TRL needs ``prompt`` alone, and a reward of the length or a judge reads no answer: such rows were
     refused."""
     source = jsonl(tmp_path / "rows.jsonl", {"prompt": "Sing."}, {"prompt": "Whistle.", "answer": None})
-    assert [one.columns.get("answer", "none") for one in read_prompts(source, "train")] == ["none", "none"]
+    assert [one.columns.get("answer", "none") for one in read_source(source, "train")] == ["none", "none"]
     source = jsonl(tmp_path / "some.jsonl", {"prompt": "2+2?", "answer": "4"}, {"prompt": "Sing."})
     with pytest.raises(ValueError, match=r"row 2 of .* has no answer"):
-        read_prompts(source, "train")
+        read_source(source, "train")
     with pytest.raises(ValueError, match=r"row 2 of .* has no 'label'"):
-        read_prompts(
+        read_source(
             jsonl(tmp_path / "l.jsonl", {"prompt": "a", "label": 1}, {"prompt": "b"}),
             "train",
             answer_column="label",
@@ -421,7 +421,7 @@ def test_calls_tools_and_names_of_the_template_are_kept(tmp_path: Path, form: st
         pyarrow = pytest.importorskip("pyarrow")
         source = str(tmp_path / "rows.parquet")
         pytest.importorskip("pyarrow.parquet").write_table(pyarrow.Table.from_pylist(rows), source)
-    first, second = read_prompts(source, "train")
+    first, second = read_source(source, "train")
     assert first.messages == (
         {**ASKED[0]},
         {"role": "assistant", "content": "", "tool_calls": [CALL]},

@@ -22,7 +22,7 @@ from ostinato.algo.algorithms import Anchor, Loss
 from ostinato.algo.offpolicy import Correction
 from ostinato.algo.pack import Aggregation, aggregation_weights, pack
 from ostinato.config import Recipe, dump_toml
-from ostinato.env.rows import add_columns, read_prompts
+from ostinato.env.rows import add_columns, read_source
 from ostinato.every import Axis, Every
 from ostinato.launch.checks import (
     check_columns,
@@ -253,7 +253,7 @@ def test_a_chat_of_many_short_turns_is_measured_with_what_the_template_adds(tmp_
     rows = [{"prompt": [{"role": "user", "content": f"{'word ' * 40}{k}"}], "answer": "1"} for k in range(3)]
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"prompt": turns, "answer": "1"}]))
-    prompts = read_prompts(str(file), "train")
+    prompts = read_source(str(file), "train")
     tokens = len(renderer.prompt(prompts[-1]))
     assert len(renderer.prompt(prompts[0])) < tokens
     find_overlong(Recipe(), prompts, renderer, tokens + 64, {"": {}})

@@ -19,7 +19,7 @@ from ostinato.apps.product.loop import (
     advance,
     replay_journal,
 )
-from ostinato.apps.serve.calls import canary_arm
+from ostinato.apps.serve.calls import choose_arm
 
 
 def walk(verdicts: list[Verdict]) -> list[Decision]:
@@ -104,8 +104,8 @@ def test_stages_come_in_their_order() -> None:
 
 
 def test_the_canary_has_its_share_and_a_user_stays_in_one_arm() -> None:
-    arms = [canary_arm(f"user{k}", 7, 0.1) for k in range(20_000)]
+    arms = [choose_arm(f"user{k}", 7, 0.1) for k in range(20_000)]
     share = sum(arm == "canary" for arm, _ in arms) / len(arms)
     assert abs(share - 0.1) < 0.01
     assert set(arms) == {("canary", 0.1), ("control", 0.9)}
-    assert canary_arm("user3", 7, 0.1) == canary_arm("user3", 7, 0.1)
+    assert choose_arm("user3", 7, 0.1) == choose_arm("user3", 7, 0.1)

@@ -29,7 +29,7 @@ from ostinato.apps.serve.agent_server import AgentServer
 from ostinato.apps.serve.calls import ApiError
 from ostinato.apps.serve.connections import HEAD_BYTES, Connection
 from ostinato.apps.serve.elsewhere import Place
-from ostinato.apps.serve.server import HttpServer, address, bind, read_body
+from ostinato.apps.serve.server import HttpServer, format_address, open_socket, read_body
 from ostinato.cli.app import app as commands
 from ostinato.model.named import find_model_folder
 from ostinato.observe.page.serve import LivePage, open_server
@@ -50,12 +50,12 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
 
 @contextmanager
 def uvicorn_server(access: Access, tmp_path: Path, **times: float) -> Iterator[str]:
-    with bind("127.0.0.1", 0) as listening:
+    with open_socket("127.0.0.1", 0) as listening:
         server = HttpServer(echo, listening, access, lifespan="off", **times)  # type: ignore[arg-type]
         thread = threading.Thread(target=server.serve_until_signal)
         thread.start()
         try:
-            yield address(listening)
+            yield format_address(listening)
         finally:
             server.should_exit = True
             thread.join(20)
@@ -291,7 +291,7 @@ def test_what_is_written_is_sent_at_once() -> None:
                 super().connection_made(transport)
                 connections.append(self)
 
-        with bind("127.0.0.1", 0) as listening:
+        with open_socket("127.0.0.1", 0) as listening:
             server = HttpServer(echo, listening, STRICT, lifespan="off")
             server.config.load()
             make = server.config.http_protocol_class

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from ostinato.apps.serve.anthropic_messages import MessagesBody
-from ostinato.apps.serve.bodies import ChatBody, CompletionBody, Strict, parse_body
+from ostinato.apps.serve.bodies import ChatBody, CompletionBody, StrictBody, parse_body
 from ostinato.apps.serve.calls import ApiError, Call
 from ostinato.apps.serve.openai_responses import ResponsesBody
 
 CHAT = [{"role": "user", "content": "a"}]
 IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,AA=="}
 RESULT = {"type": "tool_result", "tool_use_id": "t"}
-NEEDED: dict[type[Strict], dict[str, Any]] = {
+NEEDED: dict[type[StrictBody], dict[str, Any]] = {
     ChatBody: {"messages": CHAT},
     CompletionBody: {"prompt": "a"},
     ResponsesBody: {"input": "a"},

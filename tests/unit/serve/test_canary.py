@@ -23,27 +23,29 @@ from ostinato.model.generation import SamplingDefaults
 def service() -> Service:
     models = {name: Model(name=name, policy=name, created=0) for name in (PRODUCT, "product-canary", "other")}
     found = Service(*[None] * 2, models, *[None] * 3, SamplingDefaults())  # type: ignore[arg-type]
-    found.canary = Canary(of=PRODUCT, name="product-canary", share=0.2, round=3)
+    found.canary = Canary(model=PRODUCT, name="product-canary", share=0.2, round=3)
     return found
 
 
 def test_a_share_of_users_gets_the_canary_and_each_stays_with_it() -> None:
     found = service()
-    arms = {f"u{k}": found.assign(Call(model="", text="hi"), f"u{k}").model for k in range(5000)}
+    arms = {f"u{k}": found.assign_model(Call(model="", text="hi"), f"u{k}").model for k in range(5000)}
     assert abs(Counter(arms.values())["product-canary"] / 5000 - 0.2) < 0.02
-    assert all(found.assign(Call(model="", text="again"), user).model == arm for user, arm in arms.items())
+    assert all(
+        found.assign_model(Call(model="", text="again"), user).model == arm for user, arm in arms.items()
+    )
 
 
 def test_who_names_another_model_gets_it() -> None:
     call = Call(text="hi", model="other")
-    assert service().assign(call, "u1").model == "other"
+    assert service().assign_model(call, "u1").model == "other"
 
 
 def test_without_a_canary_nothing_is_drawn() -> None:
     found = service()
     found.canary = None
     call = Call(model="", text="hi")
-    assert found.assign(call, "u1").model == ""
+    assert found.assign_model(call, "u1").model == ""
 
 
 class Thread:
@@ -93,7 +95,7 @@ def test_what_is_served_follows_the_loop(follows: Any) -> None:
     assert next(iter(found.models)) == PRODUCT  # who names none gets it
     assert (found.models["product-canary"].revision, found.models[PRODUCT].propensity) == ("b2", 0.7)
     assert seen("no JSON") == first
-    assert b'ostinato_policies_total{outcome="refused"}' in found.metrics.text()
+    assert b'ostinato_policies_total{outcome="refused"}' in found.metrics.format_text()
     assert seen(json.dumps({"round": 2, "policy": current})) == ([PRODUCT], None)
     assert set(thread.published) == {"a1", "b2"}
 

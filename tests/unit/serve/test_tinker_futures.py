@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from ostinato.apps.tinker.futures import SAMPLE, Futures
-from ostinato.apps.tinker.registry import DONE, FAILED, PENDING, Registry, Result, Stored, UserError
+from ostinato.apps.tinker.registry import DONE, FAILED, PENDING, Registry, Result, StoredRequest, UserError
 
 
-def answer(stored: Stored) -> Result:
+def answer(stored: StoredRequest) -> Result:
     return Result((stored.body or b"").upper())
 
 
@@ -22,7 +22,7 @@ def play(path: Path, script: Callable[[Futures, Registry, list[str]], Awaitable[
     """Run ``script``; the ids of requests in the order in which they were run."""
     ran: list[str] = []
 
-    async def run(stored: Stored) -> Result:
+    async def run(stored: StoredRequest) -> Result:
         ran.append(stored.id)
         await asyncio.sleep(0)
         if stored.body == b"wrong":
@@ -51,10 +51,10 @@ def test_requests_of_a_model_run_in_their_order_whenever_they_arrive(tmp_path: P
     async def script(futures: Futures, registry: Registry, ran: list[str]) -> None:
         for seq in (2, 3, 0):
             futures.submit(f"m:{seq}", "m", seq, "optim_step", b"%d" % seq)
-        waiting = await futures.result("m:2", 0.05)
+        waiting = await futures.wait_for_result("m:2", 0.05)
         assert waiting is not None and waiting.state == PENDING and ran == ["m:0"]
         futures.submit("m:1", "m", 1, "optim_step", b"x")
-        last = await futures.result("m:3", 20)
+        last = await futures.wait_for_result("m:3", 20)
         assert last is not None and last.state == DONE and last.result == b"3"
 
     assert play(tmp_path / "r", script) == ["m:0", "m:1", "m:2", "m:3"]
@@ -64,11 +64,11 @@ def test_samples_wait_for_nobody_and_a_retry_is_the_same_promise(tmp_path: Path)
     async def script(futures: Futures, registry: Registry, ran: list[str]) -> None:
         for _ in range(3):
             futures.submit("s:7", "s", 7, SAMPLE, b"a")
-        stored = await futures.result("s:7", 20)
+        stored = await futures.wait_for_result("s:7", 20)
         assert stored is not None and stored.result == b"A"
         with pytest.raises(UserError, match="seq_id 7 of s was used for another request"):
             futures.submit("s:7", "s", 7, SAMPLE, b"b")
-        assert await futures.result("s:8", 0.01) is None
+        assert await futures.wait_for_result("s:8", 0.01) is None
 
     assert play(tmp_path / "r", script) == ["s:7"]
 
@@ -77,7 +77,7 @@ def test_a_failure_is_a_result_and_the_next_one_runs(tmp_path: Path) -> None:
     async def script(futures: Futures, registry: Registry, ran: list[str]) -> None:
         for seq, body in enumerate((b"wrong", b"broken", b"fine")):
             futures.submit(f"m:{seq}", "m", seq, "optim_step", body)
-        found = [await futures.result(f"m:{seq}", 20) for seq in range(3)]
+        found = [await futures.wait_for_result(f"m:{seq}", 20) for seq in range(3)]
         assert [one.state for one in found if one] == [FAILED, FAILED, DONE]
         assert found[0] and found[0].result == b'{"error": "no", "category": "user"}'
         assert found[1] and b'"category": "server"' in (found[1].result or b"")
@@ -97,7 +97,7 @@ def test_a_restart_runs_what_was_pending_and_nothing_twice(tmp_path: Path) -> No
             file.commit()
 
     async def second(futures: Futures, registry: Registry, ran: list[str]) -> None:
-        found = [await futures.result(id, 20) for id in ("m:0", "m:1", "s:0")]
+        found = [await futures.wait_for_result(id, 20) for id in ("m:0", "m:1", "s:0")]
         assert [one.result for one in found if one] == [b"A", b"B", b"B"]
 
     play(tmp_path / "r", first)
@@ -112,7 +112,7 @@ def test_what_ends_the_server_twice_is_failed_and_the_others_go_on(tmp_path: Pat
         """A process that dies in the course of "m:1": the next one finds what is in the file then."""
         registry, ran, died = Registry(tmp_path / str(number)), list[str](), asyncio.Event()
 
-        async def run(stored: Stored) -> Result:
+        async def run(stored: StoredRequest) -> Result:
             ran.append(stored.id)
             if stored.id == "m:1":
                 with (
@@ -132,7 +132,7 @@ def test_what_ends_the_server_twice_is_failed_and_the_others_go_on(tmp_path: Pat
         if number < 2:
             await asyncio.wait_for(died.wait(), 20)
         else:
-            ended = [await futures.result(id, 20) for id in ("m:0", "m:1", "m:2")]
+            ended = [await futures.wait_for_result(id, 20) for id in ("m:0", "m:1", "m:2")]
             assert [stored.state for stored in ended if stored] == [DONE, FAILED, DONE]
         await futures.close()
         registry.close()
@@ -157,10 +157,10 @@ def test_a_sample_that_is_cancelled_has_failed(tmp_path: Path) -> None:
         futures.submit("s:0", "s", 0, SAMPLE, b"long")
         await asyncio.sleep(0.01)
         futures.cancel("s:0")
-        stored = await futures.result("s:0", 20)
+        stored = await futures.wait_for_result("s:0", 20)
         assert stored is not None and stored.state == FAILED
         await asyncio.sleep(0.01)
-        assert futures.sampling == 0
+        assert futures.num_samples == 0
 
     play(tmp_path / "r", script)
 
@@ -170,16 +170,16 @@ def test_bodies_go_with_a_snapshot_and_results_once_they_are_old(tmp_path: Path)
         for seq in range(4):
             futures.submit(f"m:{seq}", "m", seq, "optim_step", b"a")
         futures.submit("s:0", "s", 0, SAMPLE, b"a")
-        await futures.result("m:3", 20)
-        await futures.result("s:0", 20)
+        await futures.wait_for_result("m:3", 20)
+        await futures.wait_for_result("s:0", 20)
         registry.forget_bodies("m", 2)
-        bodies = [(registry.request(f"m:{seq}") or pytest.fail("gone")).body for seq in range(4)]
+        bodies = [(registry.get_request(f"m:{seq}") or pytest.fail("gone")).body for seq in range(4)]
         assert bodies == [b"a", None, None, b"a"]  # the first makes the model, the last is in no snapshot
-        assert [one.seq for one in registry.since("m", 2)] == [3]
+        assert [one.seq for one in registry.list_ended("m", 2)] == [3]
         registry.purge(3600, 3600)
-        assert registry.request("s:0") is not None
+        assert registry.get_request("s:0") is not None
         registry.purge(-1, 3600)
-        assert registry.request("s:0") is None and registry.request("m:3") is not None
+        assert registry.get_request("s:0") is None and registry.get_request("m:3") is not None
 
     play(tmp_path / "r", script)
 
@@ -190,21 +190,21 @@ def test_things_are_kept_by_kind_and_owner(tmp_path: Path) -> None:
     registry.put("model", "b", {"x": 2}, owner="t")
     registry.put("model", "a", {"x": 3}, owner="s")
     assert registry.get("model", "a") == {"x": 3} and registry.get("sampler", "a") is None
-    assert [id for id, _, _ in registry.all("model")] == ["b", "a"]
-    assert [id for id, _, _ in registry.all("model", "s")] == ["a"]
+    assert [id for id, _, _ in registry.list_all("model")] == ["b", "a"]
+    assert [id for id, _, _ in registry.list_all("model", "s")] == ["a"]
     registry.delete("model", "a")
     registry.close()
-    assert [id for id, _, _ in Registry(tmp_path / "r").all("model")] == ["b"]
+    assert [id for id, _, _ in Registry(tmp_path / "r").list_all("model")] == ["b"]
 
 
 def test_polls_end_when_the_server_does(tmp_path: Path) -> None:
     async def script(futures: Futures, registry: Registry, ran: list[str]) -> None:
         futures.submit("m:0", "m", 0, "optim_step", b"long")
-        poll = asyncio.create_task(futures.result("m:0", 600))
+        poll = asyncio.create_task(futures.wait_for_result("m:0", 600))
         while not ran or not futures._end_events:
             await asyncio.sleep(0)
         futures.end_waits()
-        for waiting in (await poll, await futures.result("m:0", 600)):
+        for waiting in (await poll, await futures.wait_for_result("m:0", 600)):
             assert waiting is not None and waiting.state == PENDING
 
     play(tmp_path / "r", script)

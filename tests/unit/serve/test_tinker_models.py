@@ -29,11 +29,11 @@ tinker = pytest.importorskip("tinker", reason='pip install -c constraints.txt "o
 from tinker.proto import tinker_public_pb2 as pb  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 from ostinato.apps.serve.thread import EngineThread  # noqa: E402
-from ostinato.apps.tinker.app import Handlers, new_app  # noqa: E402
+from ostinato.apps.tinker.app import Handlers, make_app  # noqa: E402
 from ostinato.apps.tinker.futures import Futures  # noqa: E402
 from ostinato.apps.tinker.registry import DONE, FAILED, Registry, UserError  # noqa: E402
 from ostinato.apps.tinker.samplers import Base  # noqa: E402
-from ostinato.apps.tinker.wire import rows_of  # noqa: E402
+from ostinato.apps.tinker.wire import parse_rows  # noqa: E402
 from ostinato.apps.tinker.work import Work, open_work  # noqa: E402
 
 MODEL = "s:train:0"
@@ -87,7 +87,7 @@ class Life:
             decoder=decoder,
             renderer=cast(Any, None),
             ops=TORCH_OPS,
-            context=512,
+            context_limit=512,
         )
         engine = SimpleNamespace(publish=lambda *policy: None, withdraw=lambda name: None)
         self.thread = EngineThread(cast(Any, lambda: engine))
@@ -102,12 +102,12 @@ class Life:
             self.futures.submit(f"r{seq}", MODEL, seq, kind, body)
 
     async def state(self, seq: int) -> str:
-        stored = await self.futures.result(f"r{seq}", 60)
+        stored = await self.futures.wait_for_result(f"r{seq}", 60)
         assert stored is not None
         return stored.state
 
     async def tensors(self) -> dict[str, torch.Tensor]:
-        trained = (await self.work.models.get(MODEL)).trained
+        trained = (await self.work.models.get(MODEL)).accumulator
         steps = torch.tensor(trained.steps)
         return {"steps": steps, **{name: one.detach().clone() for name, one in trained.tensors().items()}}
 
@@ -130,14 +130,14 @@ def test_tensors_are_measured_before_they_are_expanded() -> None:
         tensor.shape.extend([4, columns])
         tensor.sparse_csr.crow_indices = np.zeros(5, np.int64).tobytes()
     with pytest.raises(UserError, match="dense"):
-        rows_of(message)
+        parse_rows(message)
     for datum in message.data:
         datum.loss_fn_inputs["weights"].shape[:] = [4, 3_000_000]
     with pytest.raises(UserError, match="dense"):
-        rows_of(message)
+        parse_rows(message)
     message.data[0].loss_fn_inputs["weights"].shape[:] = [-4, -1]
     with pytest.raises(UserError, match="weights of the shape"):
-        rows_of(message)
+        parse_rows(message)
 
 
 def test_a_sparse_tensor_whose_rows_do_not_begin_at_0_is_refused_by_name() -> None:
@@ -152,7 +152,7 @@ def test_a_sparse_tensor_whose_rows_do_not_begin_at_0_is_refused_by_name() -> No
     tensor.sparse_csr.col_indices = np.arange(3, dtype=np.int64).tobytes()
     tensor.sparse_csr.values = np.ones(3, np.float32).tobytes()
     with pytest.raises(UserError, match="weights as a sparse tensor whose indices"):
-        rows_of(message)
+        parse_rows(message)
 
 
 async def undisturbed(folder: Path) -> dict[str, torch.Tensor]:
@@ -178,7 +178,7 @@ def test_a_model_is_a_run_which_report_and_ledger_read_also_after_a_kill(tmp_pat
         killed = Life(tmp_path)
         killed.submit(end=3)
         assert await killed.state(2) == DONE
-        killed.work.models.sampled(MODEL, 7)
+        killed.work.models.count_sampled_tokens(MODEL, 7)
         killed.submit(first=3)
         assert await killed.state(4) == DONE
         run = RunFolder.open(tmp_path / "runs" / "s_train_0")
@@ -286,7 +286,7 @@ class Client:
     """Requests to the application of a life, without sockets."""
 
     def __init__(self, life: Life) -> None:
-        transport = httpx2.ASGITransport(new_app(life.work, life.registry))
+        transport = httpx2.ASGITransport(make_app(life.work, life.registry))
         self._http = httpx2.AsyncClient(transport=transport, base_url="http://localhost/api/v1")
 
     async def ask(self, method: str, path: str, /, **body: Any) -> tuple[int, Any]:
@@ -381,11 +381,11 @@ def test_a_client_that_goes_without_a_word_leaves_its_models_alone(
         assert "path" in await client.done("/save_weights", model_id=model, seq_id=3, path="a", ttl_seconds=0)
         assert "path" in await client.done("/save_weights", model_id=model, seq_id=4, path="b")
         handlers = Handlers(life.work, life.registry, life.futures)
-        await handlers.clean_up(gone_s=60.0)
+        await handlers.clean_up(silence_s=60.0)
         assert len([*tmp_path.glob("samplers/*")]) == 2
         assert [folder.name for folder in tmp_path.glob("checkpoints/*/weights/*")] == ["b"]
         for _ in range(2):  # the second time there is nobody to wait for
-            await handlers.clean_up(gone_s=0.0)
+            await handlers.clean_up(silence_s=0.0)
         assert not [*tmp_path.glob("samplers/*")]
         assert caplog.text.count("has no client: 2 samplers without a name deleted") == 1
         assert "metrics" in await client.done("/optim_step", model_id=model, seq_id=5, adam_params={})
@@ -405,7 +405,7 @@ def test_the_server_says_what_it_does_and_what_it_refuses(
         life.submit(end=3)
         assert await life.state(2) == DONE
         life.futures.submit("bad", MODEL, 3, "optim_step", b'{"model_id": "s:train:0", "seq_id": 3}')
-        stored = await life.futures.result("bad", 60)
+        stored = await life.futures.wait_for_result("bad", 60)
         assert stored is not None and stored.state == FAILED
         status, answer = await Client(life).ask("GET", "/audit")
         assert status == 404 and answer["error"].startswith("this server does not offer GET /api/v1/audit;")

@@ -125,7 +125,7 @@ def test_training_and_serving_have_one_prompt_for_one_tool(
     requested = parse_body(ChatBody, json.dumps(body).encode()).to_call()
     service: Any = Service.__new__(Service)  # of which a prompt needs these two alone
     service.renderer, service.limits = renderer, Limits(context=10_000, vocab_size=renderer.vocab_size)
-    served = service.prompt(requested).tolist()
+    served = service.make_prompt(requested).tolist()
     prompt = Prompt(uid="p", messages=tuple(messages))
     dialogue = Dialogue(prompt, renderer, {"price": price}, 2)
     assert dialogue.start().tolist() == served
@@ -144,7 +144,7 @@ def test_training_and_serving_have_one_prompt_for_one_tool(
     ]
     again = parse_body(ChatBody, json.dumps({**body, "messages": chat}).encode()).to_call()
     assert isinstance(reply, np.ndarray)
-    assert [*served, *tokens, *reply] == service.prompt(again).tolist()
+    assert [*served, *tokens, *reply] == service.make_prompt(again).tolist()
 
 
 def test_calls_are_read_in_order_and_what_is_none_stays_text() -> None:
@@ -168,7 +168,7 @@ def test_a_stream_shows_a_prefix_of_the_answer_and_never_a_part_of_a_stop(parts:
         final = text.partition("STOP")[0] if stop else text.partition("<tool_call>")[0].rstrip()
         if tools and "<tool_call>" not in text:
             final = text
-        assert final.startswith(shown) and shown + stream.rest(final) == final
+        assert final.startswith(shown) and shown + stream.get_rest(final) == final
 
 
 @pytest.mark.parametrize(
