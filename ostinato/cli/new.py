@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ostinato.cli.data import COMPARED, own_verdicts
+from ostinato.cli.data import COMPARED, iterate_own_verdicts
 from ostinato.config import Recipe
 from ostinato.launch.inputs import read_prompts
 from ostinato.reward.own_answers import FULL
@@ -178,7 +178,7 @@ def _reward(choices: Choices, by_name: bool) -> str:
                 continue
             verdicts = [
                 verdict
-                for _, some_verdicts in own_verdicts(recipe, rows, function)
+                for _, some_verdicts in iterate_own_verdicts(recipe, rows, function)
                 for verdict in some_verdicts
             ]
             if verdicts and all(verdict.value is not None and verdict.value >= FULL for verdict in verdicts):

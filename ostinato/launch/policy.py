@@ -116,11 +116,11 @@ def map_policy(path: Path, decoder: Decoder, fingerprint: str) -> ServedPolicy:
     """
     from ostinato.engine.runner import prepare_policy
     from ostinato.model.peft_io import map_saved
-    from ostinato.model.wire import Packed, unpack
+    from ostinato.model.wire import PackedAdapters, unpack_adapters
 
     saved = map_saved(path)
     saved.check_base(fingerprint)
-    adapters = unpack(Packed(spec=saved.spec, factors=saved.tensors), decoder.config)
+    adapters = unpack_adapters(PackedAdapters(spec=saved.spec, factors=saved.tensors), decoder.config)
     assert adapters is not None
     return prepare_policy(adapters.to(decoder.device), decoder.dtype)
 

@@ -112,7 +112,7 @@ def map_saved(path: Path) -> SavedAdapter:
     try:
         with path.open("rb") as file:  # the mapping ends with the last of its views
             content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        metadata, state = tensor_file.read(content)
+        metadata, state = tensor_file.read_tensors(content)
         facts = parse_json(metadata["ostinato"])
         spec = AdapterSpec(**{**facts["spec"], "targets": tuple(facts["spec"]["targets"])})
     except (KeyError, TypeError, ValueError) as error:

@@ -10,7 +10,7 @@ import torch
 from worlds import adapters_of, tiny_decoder
 
 from ostinato.launch.policy import load_adapter, map_policy
-from ostinato.model.peft_io import LOGICAL, base_fingerprint, save_peft
+from ostinato.model.peft_io import LOGICAL, compute_base_fingerprint, save_peft
 from ostinato.model.shapes import ExpertScheme
 
 
@@ -19,7 +19,7 @@ from ostinato.model.shapes import ExpertScheme
 def test_a_mapped_adapter_is_the_loaded_one(dtype: torch.dtype, spec: dict[str, Any], tmp_path: Path) -> None:
     decoder = tiny_decoder(dtype)
     save_peft(adapters_of(decoder, 1, **spec), decoder, tmp_path)
-    mapped = map_policy(tmp_path / LOGICAL, decoder, base_fingerprint(decoder))
+    mapped = map_policy(tmp_path / LOGICAL, decoder, compute_base_fingerprint(decoder))
     (tmp_path / LOGICAL).unlink()  # which the mapping survives
     save_peft(adapters_of(decoder, 1, **spec), decoder, tmp_path)
     loaded = load_adapter(str(tmp_path), decoder)[1]
@@ -38,7 +38,7 @@ def test_a_mapped_adapter_is_the_loaded_one(dtype: torch.dtype, spec: dict[str, 
 def test_a_file_of_another_base_or_a_damaged_one_is_refused(tmp_path: Path) -> None:
     decoder = tiny_decoder()
     save_peft(adapters_of(decoder), decoder, tmp_path, peft=False)
-    path, fingerprint = tmp_path / LOGICAL, base_fingerprint(decoder)
+    path, fingerprint = tmp_path / LOGICAL, compute_base_fingerprint(decoder)
     with pytest.raises(ValueError, match="belongs to another base"):
         map_policy(path, decoder, "0" * 16)
     whole = path.read_bytes()
