@@ -12,6 +12,7 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from ostinato.launch.engine import AnyEngine
@@ -20,6 +21,13 @@ from ostinato.types import Completion, Emitted, Request
 T = TypeVar("T")
 Event = tuple[int, Emitted | Completion]
 END_S = 5.0
+
+
+async def run_in_own_thread(function: Callable[..., T], *arguments: Any) -> T:
+    """Run ``function`` in a thread that ends with it, with its team of OpenMP workers, and return its
+    result."""
+    with ThreadPoolExecutor(1) as pool:
+        return await asyncio.get_running_loop().run_in_executor(pool, function, *arguments)
 
 
 class _Post:
