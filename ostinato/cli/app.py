@@ -76,11 +76,20 @@ def root(
 
 
 @app.command()
-def train(recipe: RecipePath, overrides: Overrides = None, restarts: Restarts = 0) -> None:
-    """Train a policy: sample, grade, learn; evaluate before and after; write a run folder."""
-    from ostinato.cli.train import train as command
+def train(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    restarts: Restarts = 0,
+    shares: Annotated[
+        str, typer.Option(metavar="N,N,...", help="Of several recipes: of the sampler's slots; equal.")
+    ] = "",
+) -> None:
+    """Train a policy: sample, grade, learn; evaluate before and after; write a run folder.
 
-    raise typer.Exit(command(recipe, overrides or [], restarts))
+    More recipes of the same model (a.toml b.toml KEY=VALUE) are trained side by side."""
+    from ostinato.cli.train import train_all
+
+    raise typer.Exit(train_all([recipe, *(overrides or [])], restarts, shares))
 
 
 @app.command()

@@ -91,8 +91,9 @@ class RunInputs:
             self.agents.close()
 
 
-def prepare(recipe: Recipe, *, training: bool) -> RunInputs:
-    """Load and check what the recipe names; the result is a context that ends the reward workers."""
+def prepare(recipe: Recipe, *, training: bool, decoder: Decoder | None = None) -> RunInputs:
+    """Load and check what the recipe names; the result is a context that ends the reward workers.
+    ``decoder``: the model if it is loaded already."""
     algorithm = check(recipe)
     for name in recipe.task.by_name:
         check_solvable(recipe.judges(name))
@@ -105,7 +106,8 @@ def prepare(recipe: Recipe, *, training: bool) -> RunInputs:
     free = free_memory(device_of(recipe.model)) if training and not recipe.parallel.sharded else None
     if free is not None and recipe.model.backend == "native":
         check_room(recipe, read_config(folder), free)
-    decoder = load_decoder(recipe.model, folder, shared=training and shares(recipe))
+    if decoder is None:
+        decoder = load_decoder(recipe.model, folder, shared=training and shares(recipe))
     tools, too_long = load_tools(recipe.task), set[int]()
     for name, rows in of_tasks([row for prompts in (train, *scored.values()) for row in prompts]).items():
         check_columns(recipe.judges(name), rows)

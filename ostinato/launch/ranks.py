@@ -14,7 +14,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -127,8 +127,11 @@ def sharded_trainer(inputs: RunInputs, folder: Path) -> Iterator[RestorableTrain
 
 
 @contextlib.contextmanager
-def open_trainer(inputs: RunInputs, folder: Path) -> Iterator[RestorableTrainer]:
-    """Yield the loop's trainer: in this process, or over the ranks of ``parallel.layout``."""
+def open_trainer(
+    inputs: RunInputs, folder: Path, between: Callable[[], None] = lambda: None
+) -> Iterator[RestorableTrainer]:
+    """Yield the loop's trainer: in this process, where it calls ``between`` before every microbatch, or over
+    the ranks of ``parallel.layout``."""
     from ostinato.launch.trainer import new_adapters, new_teacher, new_trainer, save_refused
 
     recipe, decoder = inputs.recipe, inputs.decoder
@@ -138,7 +141,7 @@ def open_trainer(inputs: RunInputs, folder: Path) -> Iterator[RestorableTrainer]
         return
     adapters = new_adapters(recipe, decoder)
     refused, teacher = save_refused(folder / "refused"), new_teacher(recipe, decoder)
-    yield new_trainer(recipe, decoder, adapters, refused, teacher)
+    yield new_trainer(recipe, decoder, adapters, refused, teacher, between)
 
 
 def _choose_gpu(section: ModelSection, place: Place) -> None:

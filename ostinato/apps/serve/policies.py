@@ -12,8 +12,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from ostinato.apps.serve.calls import ApiError, make_rate_error
-from ostinato.apps.serve.thread import EngineThread, run_in_own_thread
 from ostinato.catalog import Catalog, Version
+from ostinato.engine.engine_thread import EngineThread, run_in_own_thread
 from ostinato.engine.local import LocalEngine
 from ostinato.engine.runner import ServedPolicy
 from ostinato.launch.engine import AnyEngine
@@ -33,7 +33,7 @@ class CatalogPolicies:
     def __init__(
         self,
         catalog: Catalog,
-        thread: EngineThread,
+        thread: EngineThread[AnyEngine],
         load: Callable[[Path], ServedPolicy],
         capacity_bytes: int,
     ) -> None:

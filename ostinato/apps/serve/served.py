@@ -22,9 +22,9 @@ from ostinato.apps.serve.grammar import Guides
 from ostinato.apps.serve.metrics import Metrics
 from ostinato.apps.serve.policies import OUTCOMES, CatalogPolicies
 from ostinato.apps.serve.service import Canary, Limits, Model, Service
-from ostinato.apps.serve.thread import EngineThread, run_in_own_thread
 from ostinato.catalog import open_catalog
 from ostinato.database import Unavailable
+from ostinato.engine.engine_thread import EngineThread, run_in_own_thread
 from ostinato.engine.local import LocalEngine
 from ostinato.launch import RunFailed
 from ostinato.launch.engine import AnyEngine
@@ -63,7 +63,7 @@ class Served:
     """A running service."""
 
     service: Service
-    thread: EngineThread
+    thread: EngineThread[AnyEngine]
     decoder: Base
     runs: Mapping[str, RunFolder]  # by the name under which their newest policies are served
     policies: CatalogPolicies | None = None
@@ -140,7 +140,7 @@ def _load_all(serving: Serving) -> _LoadedPolicies:
 
 @contextlib.contextmanager
 def _open_policies(
-    serving: Serving, policies: _LoadedPolicies, thread: EngineThread, metrics: Metrics
+    serving: Serving, policies: _LoadedPolicies, thread: EngineThread[AnyEngine], metrics: Metrics
 ) -> Iterator[CatalogPolicies]:
     """Open the catalog for the engine. Raises ValueError for a folder without one, and for an engine that
     runs a model of transformers."""

@@ -20,9 +20,9 @@ from ostinato.apps.serve.calls import Answer, ApiError, Call, Piece, canary_arm,
 from ostinato.apps.serve.grammar import Guide, Guides
 from ostinato.apps.serve.metrics import Metrics
 from ostinato.apps.serve.policies import CatalogPolicies, policy_name
-from ostinato.apps.serve.thread import EngineThread
 from ostinato.apps.serve.toolcalls import TextStream, read_calls
 from ostinato.catalog import Version
+from ostinato.engine.engine_thread import EngineThread
 from ostinato.inputs import has_surrogate
 from ostinato.launch.engine import AnyEngine
 from ostinato.model.generation import SamplingDefaults
@@ -91,7 +91,7 @@ class Service:
 
     def __init__(
         self,
-        thread: EngineThread,
+        thread: EngineThread[AnyEngine],
         renderer: Renderer,
         models: Mapping[str, Model],
         limits: Limits,
