@@ -175,6 +175,10 @@ class Catalog:
         """The owner of a key, with its quota; None for a key that nobody has."""
         return self._owners.get(_digest(key))
 
+    def find_quota(self, owner: str) -> Quota | None:
+        """The quota of an owner; None for one without a key."""
+        return self._owners.get(self._digests.get(owner, ""), ("", None))[1]
+
     # ---- changes
 
     def add_owner(self, owner: str, quota: Quota) -> str:

@@ -31,7 +31,7 @@ class Residency(Generic[K]):
     ``capacity``; 0: all of it."""
 
     def __init__(self, capacity: int, share: int = 0) -> None:
-        self._capacity, self._share = capacity, share or capacity
+        self._capacity, self.share = capacity, share or capacity
         self._owners: dict[str, OrderedDict[K, _Entry]] = {}  # the least recently used key first
         self._owner_of: dict[K, str] = {}
         self._sizes: dict[str, int] = {}  # by owner
@@ -56,12 +56,12 @@ class Residency(Generic[K]):
 
         def evict(name: str) -> None:
             if not unpinned[name]:
-                raise Full(f"{size} more do not fit into {self._capacity}, {self._share} of one owner")
+                raise Full(f"{size} more do not fit into {self._capacity}, {self.share} of one owner")
             key = unpinned[name].pop()
             sizes[name] -= self._owners[name][key].size
             evicted.append(key)
 
-        while sizes[owner] > self._share:
+        while sizes[owner] > self.share:
             evict(owner)
         while sum(sizes.values()) > self._capacity:
             num_owners = sum(size > 0 for size in sizes.values())

@@ -36,6 +36,8 @@ def server(
     adapters: dict[str, str] | None = None,
     feedback: str = "",
     memory: Keeping | None = None,
+    catalog: Path | None = None,
+    catalog_mb: int = 1024,
     access: Access = STRICT,
     **limits: Any,
 ) -> Iterator[At]:
@@ -43,7 +45,12 @@ def server(
     # "auto" depends on the processor and its load; a run has its own
     overrides = () if (Path(target) / "recipe.toml").is_file() else ("model.dtype=float32",)
     serving = ServiceSpec(
-        target=target, overrides=overrides, adapters=adapters or {}, limits=Limits(context=0, **limits)
+        target=target,
+        overrides=overrides,
+        adapters=adapters or {},
+        limits=Limits(context=0, **limits),
+        catalog=catalog,
+        catalog_mb=catalog_mb,
     )
     with (
         open_service(serving) as served,

@@ -76,11 +76,20 @@ def root(
 
 
 @app.command()
-def train(recipe: RecipePath, overrides: Overrides = None, restarts: Restarts = 0) -> None:
-    """Train a policy: sample, grade, learn; evaluate before and after; write a run folder."""
-    from ostinato.cli.train import train as command
+def train(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    restarts: Restarts = 0,
+    shares: Annotated[
+        str, typer.Option(metavar="N,N,...", help="Of several recipes: of the sampler's slots; equal.")
+    ] = "",
+) -> None:
+    """Train a policy: sample, grade, learn; evaluate before and after; write a run folder.
 
-    raise typer.Exit(command(recipe, overrides or [], restarts))
+    More recipes of the same model (a.toml b.toml KEY=VALUE) are trained side by side."""
+    from ostinato.cli.train import train_all
+
+    raise typer.Exit(train_all([recipe, *(overrides or [])], restarts, shares))
 
 
 @app.command()
@@ -217,6 +226,10 @@ def serve(
     product: Annotated[
         Path | None, typer.Option(help="The folder of a product's loop, whose policy is served first.")
     ] = None,
+    catalog: Annotated[
+        Path | None, typer.Option(help="Further policies, loaded when they are asked for (docs/catalog.md).")
+    ] = None,
+    catalog_mb: Annotated[int, typer.Option(min=1, help="Of the catalog's policies in memory.")] = 1024,
     memory: Annotated[
         int, typer.Option(min=0, metavar="TOKENS", help="Keep chats of a session within (docs/memory.md).")
     ] = 0,
@@ -238,7 +251,8 @@ def serve(
         limits={"sequences": max_sequences, "max_tokens": max_tokens, "timeout_s": timeout_s},
         feedback=feedback,
         product=product,
-        additions=additions(feedback, memory, memory_file, memory_refill),
+        catalog=(catalog, catalog_mb) if catalog else None,
+        additions=additions(feedback, memory, memory_file, memory_refill) if feedback or memory else None,
     )
 
 
@@ -290,6 +304,14 @@ def memory_(ctx: typer.Context) -> None:
     from ostinato.apps.memory.command import app as memory_app
 
     memory_app(args=ctx.args, prog_name="ostinato memory")
+
+
+@app.command("catalog", **PASSED_ON)
+def catalog_(ctx: typer.Context) -> None:
+    """Many policies of one base: catalog add | list | promote | roll-back | delete | key."""
+    from ostinato.apps.serve.catalog_command import app as catalog_app
+
+    catalog_app(args=ctx.args, prog_name="ostinato catalog")
 
 
 @app.command(**PASSED_ON)

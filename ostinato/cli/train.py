@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from ostinato.cli.report import write_report
-from ostinato.cli.restarts import session_of, supervise
+from ostinato.cli.restarts import LOST, session_of, supervise
 from ostinato.config import Recipe, find_recipe
+from ostinato.failure import Lost
 from ostinato.launch.machine import configure_threads
 from ostinato.launch.ranks import find_follower, follow_run
 from ostinato.launch.session import Outcome, learn
@@ -43,10 +44,52 @@ def finish(work: Callable[[], Outcome]) -> int:
         how = "stopped at once" if why == "interrupted" else why
         say(f"ostinato: {how}; {str(stop) or 'nothing had begun'}", error=True)
         return EXIT[why]
+    return show_end(outcome)
+
+
+def show_end(outcome: Outcome) -> int:
+    """Write the report of a run, print what came of it, and return its exit code."""
     write_report(RunFolder.open(outcome.folder))
     outcome.show()
     say(*_summarize_end(outcome))
     return EXIT.get(outcome.why, 0)
+
+
+def train_all(words: Sequence[str], restarts: int, shares: str) -> int:
+    """Train by the recipes among ``words``, side by side if there are several; the others are keys of all.
+    ``shares``: numbers with commas. Returns the exit code. Raises ValueError for what does not fit."""
+    recipes, keys = ([word for word in words if ("=" in word) == is_key] for is_key in (False, True))
+    if len(recipes) == 1:
+        return train(recipes[0], keys, restarts)
+    try:
+        numbers = [float(word) for word in shares.split(",") if word]
+    except ValueError:
+        raise ValueError(f"--shares is {shares!r}; give numbers, as 2,1") from None
+    return train_side_by_side(recipes, keys, numbers, restarts)
+
+
+@show_log(by_thread=True)
+def train_side_by_side(
+    recipes: Sequence[str], overrides: Sequence[str], shares: Sequence[float], restarts: int
+) -> int:
+    """Train by several recipes at once. Returns the exit code of the first run that has not ended well."""
+    if restarts:
+        raise ValueError(
+            f"--restarts is {restarts} with {len(recipes)} recipes; leave it out, each resumes alone"
+        )
+    from ostinato.launch.side_by_side import learn_side_by_side
+
+    try:
+        runs = learn_side_by_side([Recipe.load(recipe, *overrides) for recipe in recipes], shares=shares)
+    except KeyboardInterrupt as stop:
+        say(f"ostinato: stopped at once; {str(stop) or 'runs that had begun can be resumed'}", error=True)
+        return EXIT["interrupted"]
+    codes = [show_end(run.outcome) for run in runs if run.outcome is not None]
+    for run in runs:
+        if run.error is not None:
+            say(f"ostinato: {run.folder.name}: {' '.join(str(run.error).splitlines())}", error=True)
+            codes.append(LOST if isinstance(run.error.__cause__, Lost) else 1)
+    return next((code for code in codes if code), 0)
 
 
 def _summarize_end(outcome: Outcome) -> Iterator[str]:

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 BLOCK = 16  # positions; the native kernels hold one vector of 16 positions per block
+POLICY_BIT, SALT_BIT = 32, 64  # of a key: below them are the token and the policy
 
 
 class OutOfBlocks(Exception):
@@ -185,6 +186,13 @@ class KVCache:
         self._nodes.clear()
         self._root = Node((), -1, None)
         self.generation += 1
+
+    def forget_policy(self, policy: int) -> None:
+        """Remove from the tree what was computed under this policy; running sequences keep their blocks."""
+        children = self._root.children.values()
+        self.discard(
+            [child for child in children if child.tokens[0] % (1 << SALT_BIT) >> POLICY_BIT == policy]
+        )
 
     def check(self, sequences: Sequence[Sequence[int]]) -> None:
         """Raise AssertionError unless the invariants hold; ``sequences`` are the blocks of every living

@@ -48,6 +48,14 @@ class Driver:
         finally:
             drop()
 
+    def advance(self) -> None:
+        """Step once within other work of this thread, if there is work; an error reaches ``fail`` alone."""
+        try:
+            if self._has_work():
+                self._step()
+        except Exception as error:
+            self._fail(error)
+
     async def _drive(self) -> None:
         try:
             while self._has_work():

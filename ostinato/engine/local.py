@@ -79,6 +79,7 @@ class LocalEngine:
             raise ValueError(f"engine.max_batch {max_batch} and step_tokens {step_tokens} must be at least 1")
         self.decoder, self.context_limit = decoder, context_limit
         self.counters = Counters()
+        self.shares: dict[str, float] = {}  # of the slots, by policy; 1 where absent
         self._decode, self._record_support = decode, record_support
         layers, shape = decoder.config.num_layers, decoder.kv_shape
         blocks = (kv_memory_mb << 20) // count_block_bytes(layers, shape, decoder.dtype)
@@ -100,9 +101,10 @@ class LocalEngine:
             self.counters,
             step_tokens=step_tokens,
             expect=expect,
+            shares=self.shares,
             before_preemption=self._keep_routes,
         )
-        self._driver = Driver(self.step, lambda: bool(len(self._scheduler)), self._fail, self._drop_all)
+        self.driver = Driver(self.step, lambda: bool(len(self._scheduler)), self._fail, self._drop_all)
         needs_cost = drafter is not None and cost is None
         self.cost = CostTable.measure(self._runner.measure_seconds) if needs_cost else cost
         self.speculation = self.speculate(drafter) if drafter is not None else None
@@ -130,14 +132,19 @@ class LocalEngine:
         with. Policies without a name that no request uses are dropped.
         """
         self.policies.publish(adapters, version, policy)
-        self.policies.retire(sequence.policy for sequence in self._scheduler.unfinished)
+        self._retire_policies()
         if not policy:
             self._scheduler.cache.forget()
 
     def withdraw(self, policy: str) -> None:
         """Stop serving a named policy, if there is one; requests that run under it continue to their end."""
         self.policies.withdraw(policy)
-        self.policies.retire(sequence.policy for sequence in self._scheduler.unfinished)
+        self._retire_policies()
+
+    def _retire_policies(self) -> None:
+        """Drop the policies that neither a name nor a request has, with what the prefix tree has of them."""
+        for number in self.policies.retire(sequence.policy for sequence in self._scheduler.unfinished):
+            self._scheduler.cache.forget_policy(number)
 
     def publish_weights(self, path: Path, version: int) -> None:
         """Load all weights in ``path`` (``wire.pack_weights``) into the decoder; publish the base."""
@@ -166,7 +173,7 @@ class LocalEngine:
             if self.speculation is not None:
                 self.speculation.begin({request.uid for request in requests})
 
-        with self._driver.working(add, lambda: self._drop(sequences)):
+        with self.driver.working(add, lambda: self._drop(sequences)):
             for _ in sequences:
                 yield await await_result(results)
 
@@ -234,7 +241,10 @@ class LocalEngine:
         seconds = time.perf_counter() - start
         self.counters.seconds += seconds
         if output is not None:
-            self._account(plan, drafts, ready, output, seconds)
+            without_s, steps = seconds, self.counters.steps
+            if self.speculation is not None:
+                without_s = self.speculation.account(plan, len(drafts.tokens), ready, output, seconds, steps)
+            self.counters.seconds_without += without_s
         self._busy.record_pass(seconds, num_prefilled, len(plan.tokens) - num_prefilled)
 
     def _draft(self, slots: np.ndarray, counts: np.ndarray) -> Drafts:
@@ -289,16 +299,6 @@ class LocalEngine:
         for r, stop in output.stops.items():
             self._finish(int(plan.slots[ready[r]]), stop)
         return output
-
-    def _account(
-        self, plan: ModelInput, drafts: Drafts, ready: np.ndarray, output: StepOutput, seconds: float
-    ) -> None:
-        nodes, speculation = len(drafts.tokens), self.speculation
-        if speculation is None:
-            self.counters.seconds_without += seconds
-        else:
-            steps = self.counters.steps
-            self.counters.seconds_without += speculation.account(plan, nodes, ready, output, seconds, steps)
 
     def _finish(self, slot: int, stop: Stop) -> None:
         """End a sequence, keep its prefix, hand out its completion; an error forgets the tree instead."""

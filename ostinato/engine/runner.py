@@ -330,8 +330,10 @@ class Policies:
         """Return the versions [R] int32 of the policies with these numbers [R]."""
         return np.array([self.versions[number] for number in numbers.tolist()], np.int32)
 
-    def retire(self, running: Iterable[int]) -> None:
-        """Drop the policies that have no name any more and no running requests."""
-        for number in self.versions.keys() - {*self.numbers.values(), *running}:
+    def retire(self, running: Iterable[int]) -> list[int]:
+        """Drop the policies that have no name any more and no running requests; return their numbers."""
+        retired = sorted(self.versions.keys() - {*self.numbers.values(), *running})
+        for number in retired:
             del self.versions[number]
             self._runner.retire(number)
+        return retired

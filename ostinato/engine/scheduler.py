@@ -10,8 +10,8 @@ share its prompt.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -26,8 +26,8 @@ class Scheduler:
     """Schedules the waiting queue, the running ``table`` and the ``cache`` of blocks.
 
     ``step_tokens``: rows of known text in a pass. ``expect`` predicts the tokens of the answer to a request
-    (0: unknown): the longest are started first. ``before_preemption`` gets the slot of a sequence
-    that is about to lose its blocks.
+    (0: unknown): the longest are started first. ``shares``: see ``share_queue``. ``before_preemption`` gets
+    the slot of a sequence that is about to lose its blocks.
     """
 
     def __init__(
@@ -38,11 +38,12 @@ class Scheduler:
         *,
         step_tokens: int,
         expect: Callable[[Request], float] | None = None,
+        shares: Mapping[str, float] | None = None,
         before_preemption: Callable[[int], None] = lambda slot: None,
     ) -> None:
         self.table, self.cache, self.waiting = table, cache, deque[Sequence]()
         self._counters, self._step_tokens, self._expect = counters, step_tokens, expect
-        self._before_preemption = before_preemption
+        self._before_preemption, self._shares = before_preemption, {} if shares is None else shares
 
     def __len__(self) -> int:
         """The number of sequences that have not ended."""
@@ -84,6 +85,9 @@ class Scheduler:
 
     def admit(self) -> list[tuple[int, int]]:
         """Admit waiting sequences while there is room; return (source, target) of blocks to copy first."""
+        if self.waiting and not self.table.is_full:
+            running = map(self.table.get_sequence, self.table.order)
+            self.waiting = share_queue(self.waiting, running, self._shares)
         copies: list[tuple[int, int]] = []
         postponed: deque[Sequence] = deque()
         room = self.cache.num_available - len(self.table)  # a spare block for each that runs
@@ -221,3 +225,23 @@ def sort_queue(
             waiting, key=lambda sequence: (sequence.sampled is None, len(sequence.text) - sequence.expected)
         )
     )
+
+
+def share_queue(
+    waiting: deque[Sequence], running: Iterable[Sequence], shares: Mapping[str, float]
+) -> deque[Sequence]:
+    """Return the queue in the order in which policies get slots in proportion to their ``shares`` (1 where
+    absent): next is always the policy with the fewest sequences for its share, those that run included.
+    Sequences of one policy keep their order, so whatever others ask for, each policy gets on."""
+    names = {sequence.request.policy for sequence in waiting}
+    if len(names) < 2:
+        return waiting
+    count = Counter(sequence.request.policy for sequence in running)
+    turns: list[float] = []
+    for sequence in waiting:
+        name = sequence.request.policy
+        count[name] += 1
+        turns.append(count[name] / shares.get(name, 1.0))
+    order = sorted(range(len(turns)), key=turns.__getitem__)
+    queue = list(waiting)
+    return deque(queue[index] for index in order)

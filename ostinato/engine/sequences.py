@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ostinato.engine.cache import BLOCK, Node
+from ostinato.engine.cache import BLOCK, POLICY_BIT, SALT_BIT, Node
 from ostinato.types import Completion, Emitted, Request, Sampling
 
 NO_HANDLE = -1
@@ -87,9 +87,9 @@ class Sequence:
     def prefix(self, tokens: np.ndarray) -> list[int]:
         """Return the keys of ``tokens`` in the prefix tree. Sequences of different policies or salts share
         no key; the salt is a part of the first key, which is enough."""
-        keys = (tokens.astype(np.int64) + (self.policy << 32)).tolist()
+        keys = (tokens.astype(np.int64) + (self.policy << POLICY_BIT)).tolist()
         if keys and (salt := self.request.salt):
-            keys[0] += int.from_bytes(hashlib.sha256(salt.encode()).digest()) << 64
+            keys[0] += int.from_bytes(hashlib.sha256(salt.encode()).digest()) << SALT_BIT
         return keys
 
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ostinato.engine.local import LocalEngine
 from ostinato.engine.vllm_proof import Verdict
@@ -20,17 +20,25 @@ from ostinato.protocols import RestorableTrainer
 from ostinato.rollout.rollout import start_env
 from ostinato.types import Batch, StepReport
 
+if TYPE_CHECKING:
+    from ostinato.launch.shared_base import SharedPlace
+
 T = TypeVar("T")
 
 
 @contextlib.contextmanager
 def open_components(
-    inputs: RunInputs, folder: Path, memory: Memory | None, workers: str
+    inputs: RunInputs, folder: Path, memory: Memory | None, workers: str, place: SharedPlace | None = None
 ) -> Iterator[tuple[RunInputs, RunComponents]]:
     """Yield (inputs, components) of the recipe; the components end with the context. A cluster's graders
-    replace the inputs' own. ``folder``: of the run; ``workers``: the module that makes a cluster's workers.
+    replace the inputs' own. ``folder``: of the run; ``workers``: the module that makes a cluster's workers;
+    ``place``: where other runs go side by side with it.
 
     Raises ValueError and RunFailed as ``open_trainer``, ``open_vllm_engine`` and ``cluster.open_cluster``."""
+    if place is not None:
+        with place.open_components(inputs, folder) as components:
+            yield inputs, components
+        return
     if inputs.recipe.cluster.samplers:
         from ostinato.launch.cluster import open_cluster
 

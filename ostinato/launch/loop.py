@@ -39,7 +39,7 @@ from ostinato.pipeline.account import make_evaluation_work
 from ostinato.pipeline.draft_metrics import Drafting
 from ostinato.pipeline.evaluate import Evaluation, evaluate_groups
 from ostinato.pipeline.loop import Finish, Finished, Loop, LoopState, Plan
-from ostinato.pipeline.signals import Abandoned, StopSignals
+from ostinato.pipeline.signals import Abandoned, SignalRelay, StopSignals
 from ostinato.pipeline.state import Observer
 from ostinato.protocols import Engine, MetricWriter, RestorableTrainer, Timed
 from ostinato.run import GREEDY_SET, MAIN_SET, RunFolder, atomic_folder, to_json
@@ -172,6 +172,7 @@ def new_loop(
         evaluations=new_evaluations(inputs),
         observer=observer,
         workers=components,
+        relay=components.relay,
         writers=writers,
         ledger=ledger,
         counters=(inputs.grader.counters, inputs.tool_counters, *components.counters),
@@ -299,6 +300,7 @@ class RunComponents:
     trainer_consistent: Callable[[], bool] = lambda: False
     ready: Callable[[], Coroutine[Any, Any, None]] | None = None
     end: Callable[[], Awaitable[None]] | None = None
+    relay: SignalRelay | None = None  # of signals, where the loop is not in the main thread
 
     def progress(self) -> float:
         return self.tokens_sampled() + self.trainer.progress

@@ -13,7 +13,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -129,9 +129,12 @@ def open_sharded_trainer(inputs: RunInputs, folder: Path) -> Iterator[Restorable
 
 
 @contextlib.contextmanager
-def open_trainer(inputs: RunInputs, folder: Path) -> Iterator[RestorableTrainer]:
-    """Yield the loop's trainer, with its teacher: in this process, or over the ranks of ``parallel.layout``.
-    It keeps the microbatches of refused steps in ``folder``, the run's."""
+def open_trainer(
+    inputs: RunInputs, folder: Path, between: Callable[[], None] = lambda: None
+) -> Iterator[RestorableTrainer]:
+    """Yield the loop's trainer, with its teacher: in this process, where it calls ``between`` before every
+    microbatch, or over the ranks of ``parallel.layout``. It keeps the microbatches of refused steps in
+    ``folder``, the run's."""
     from ostinato.launch.trainer import make_refused_saver, new_adapters, new_teacher, new_trainer
 
     recipe, decoder = inputs.recipe, inputs.decoder
@@ -141,7 +144,7 @@ def open_trainer(inputs: RunInputs, folder: Path) -> Iterator[RestorableTrainer]
         return
     adapters = new_adapters(recipe, decoder)
     refused, teacher = make_refused_saver(folder / "refused"), new_teacher(recipe, decoder)
-    yield new_trainer(recipe, decoder, adapters, refused, teacher)
+    yield new_trainer(recipe, decoder, adapters, refused, teacher, between)
 
 
 def _choose_gpu(section: ModelSection, place: Place) -> None:

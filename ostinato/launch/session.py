@@ -35,6 +35,7 @@ from ostinato.threads import outside_loop
 
 if TYPE_CHECKING:
     from ostinato.launch.inputs import RunInputs
+    from ostinato.launch.shared_base import SharedPlace
     from ostinato.model.lora import Adapters
     from ostinato.pipeline.loop import Finish, Finished
 
@@ -173,7 +174,7 @@ def learn(
     check_files(recipe)
     console = Screen(quiet=quiet)
     with open_new_folder(recipe, folder) as path:
-        return outside_loop(lambda: _train(recipe, path, console, workers=workers, on_step=on_step))
+        return outside_loop(lambda: run_session(recipe, path, console, workers=workers, on_step=on_step))
 
 
 def resume(
@@ -202,7 +203,7 @@ def resume(
         check_files(recipe)
         changed = {override.partition(".")[0] for override in overrides} | sections.keys()
         return outside_loop(
-            lambda: _train(recipe, path, console, changed=changed, workers=workers, on_step=on_step)
+            lambda: run_session(recipe, path, console, changed=changed, workers=workers, on_step=on_step)
         )
 
 
@@ -237,18 +238,20 @@ def open_new_folder(recipe: Recipe, path: Path | None = None) -> Iterator[Path]:
 
 
 @raise_at_sigterm()
-def _train(
+def run_session(
     recipe: Recipe,
     path: Path,
     console: Console,
     *,
     changed: Set[str] | None = None,
     workers: str,
-    on_step: StepCallback | None,
+    on_step: StepCallback | None = None,
+    place: SharedPlace | None = None,
 ) -> Outcome:
     """Check the arguments and run a session, with the log on the terminal, unless the user handles it, and
     with failures named. ``changed``: sections that a resumed run overrides; None: a new run. Raises
-    ValueError for an ``on_step`` that is not callable and for a recipe of supervised training."""
+    ValueError for an ``on_step`` that is not callable and for a recipe of supervised training. ``place``: where
+    other runs go side by side with it."""
     if on_step is not None and not callable(on_step):
         raise ValueError(
             f"on_step is {on_step!r:.80}, which is not callable; give a function of a row of metrics"
@@ -258,7 +261,7 @@ def _train(
     is_handled = console.quiet or logging.getLogger("ostinato").hasHandlers()  # of the command or the user
     with contextlib.nullcontext() if is_handled else show_log(), name_failures(path):
         return _run_session(
-            recipe, path=path, console=console, changed=changed, workers=workers, on_step=on_step
+            recipe, path=path, console=console, changed=changed, workers=workers, on_step=on_step, place=place
         )
 
 
@@ -301,12 +304,13 @@ def _run_session(
     changed: Set[str] | None,
     workers: str,
     on_step: StepCallback | None,
+    place: SharedPlace | None,
 ) -> Outcome:
     """Run from the start or the newest checkpoint to the end, and export the policy. Nothing is written into
     the run folder until all inputs and components are ready; then, resumed or not, it gets the recipe."""
     clock, is_resumed = SteadyClock(), changed is not None
     with contextlib.ExitStack() as stack:
-        threads = configure_threads(recipe)
+        threads = place.threads if place else configure_threads(recipe)
         recipe = resolve_auto(recipe, run=path if is_resumed else None, warn=True)
         from ostinato.launch.components import open_components
         from ostinato.launch.device_memory import name_out_of_memory
@@ -319,15 +323,19 @@ def _run_session(
         recipe = load_app("judge revisions")(recipe)
         stack.enter_context(name_out_of_memory(recipe, f"to go on: ostinato resume {path}"))
         with announce_work("loading the model, its prompts and rewards"):
-            inputs = stack.enter_context(prepare_inputs(recipe, training=True))
-        memory = new_memory(recipe.draft, RunFolder(path).history if is_resumed else None)
-        inputs, components = stack.enter_context(open_components(inputs, path, memory, workers))
+            inputs = stack.enter_context(
+                prepare_inputs(recipe, training=True, decoder=place and place.decoder)
+            )
+        memory = None if place else new_memory(recipe.draft, RunFolder(path).history if is_resumed else None)
+        inputs, components = stack.enter_context(open_components(inputs, path, memory, workers, place))
         state = LoopState()
         if changed is not None:
             state = restore_run(RunFolder.open(path), components.trainer, inputs, changed)
         if memory is not None:
             memory.history.forget_after(state.step)  # the history may be newer than the checkpoint
         check_writers(recipe.log.writers)
+        if place:
+            place.wait_for_all()
         run = open_run_folder(path, dump_toml(recipe), is_resumed)
         ledger = new_ledger(recipe, run, inputs.decoder, clock, components.pools)
         writers = open_writers(recipe.log.writers, path, recipe.model_dump(mode="json"))

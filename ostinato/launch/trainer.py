@@ -71,11 +71,15 @@ def new_trainer(
     adapters: Adapters | None,
     on_refused: Callable[[Microbatch], None] | None = None,
     teacher: Teacher | None = None,
+    between: Callable[[], None] = lambda: None,
 ) -> PolicyTrainer:
     """Make the trainer of a process with the whole model. Without the ``teacher`` of its recipe it can be
-    restored and published, but cannot train. ``on_refused`` gets each microbatch of a refused step."""
+    restored and published, but cannot train. ``on_refused`` gets each microbatch of a refused step;
+    ``between``: as in ``PolicyTrainer``."""
     settings = _select_settings(recipe, decoder, on_refused)
-    return PolicyTrainer(decoder, adapters, check_recipe(recipe), teacher=teacher, **settings)
+    return PolicyTrainer(
+        decoder, adapters, check_recipe(recipe), teacher=teacher, between=between, **settings
+    )
 
 
 def new_sharded_trainer(

@@ -37,7 +37,7 @@ from ostinato.pipeline.evaluate import Evaluation, Scores
 from ostinato.pipeline.failed import RewardFails
 from ostinato.pipeline.forgetting import Forgetting
 from ostinato.pipeline.recorder import StepRecorder, TrainResult, check_ages, prepare_training
-from ostinato.pipeline.signals import Abandoned, StopSignals, Watchdog
+from ostinato.pipeline.signals import Abandoned, SignalRelay, StopSignals, Watchdog
 from ostinato.pipeline.spool import Spool
 from ostinato.pipeline.state import (
     Finish,
@@ -84,6 +84,7 @@ class Loop:
     evaluations: Sequence[Evaluation] = ()
     observer: Observer = field(default_factory=Silent)
     workers: Workers = field(default_factory=InProcess)
+    relay: SignalRelay | None = None  # of signals, where the loop is not in the main thread
     writers: Sequence[MetricWriter] = ()  # beside metrics.jsonl
     ledger: Ledger | None = None  # None: a ledger without price and devices
     counters: Sequence[Counter[str]] = ()  # of grader, tools ...: a row has their increments in a step
@@ -150,7 +151,7 @@ class Loop:
     async def _run(self) -> Finished:
         self._create_parts()
         self.stage.engine.publish(self.trainer.adapters(), self.state.version)
-        with StopSignals(self.plan.grace_s) as self._signals, self._watch_progress():
+        with StopSignals(self.plan.grace_s, relay=self.relay) as self._signals, self._watch_progress():
             try:
                 await self._train(self._signals)
             except Abandoned:
@@ -359,8 +360,7 @@ class Loop:
             self._watchdog.on_progress()
 
     def _try_checkpoint(self) -> None:
-        """Checkpoint after an error; an OSError or RuntimeError is logged, so that the first error is
-        raised."""
+        """Checkpoint after an error; an OSError or RuntimeError of that is logged, and not raised."""
         try:
             self._checkpoint()
         except (OSError, RuntimeError) as error:

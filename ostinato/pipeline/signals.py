@@ -17,7 +17,7 @@ import asyncio
 import signal
 import threading
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -60,10 +60,11 @@ class Stalled(Lost):
 
 class StopSignals:
     """A context in which the signals above are handled. Outside the main thread, where Python delivers no
-    signals, it handles none. Enter it inside a running event loop. ``at_once``: the first Ctrl-C acts as the
-    second."""
+    signals, it handles those of ``relay`` alone. Enter it inside a running event loop. ``at_once``: the first
+    Ctrl-C acts as the second."""
 
-    def __init__(self, grace_s: float, *, at_once: bool = False) -> None:
+    def __init__(self, grace_s: float, *, at_once: bool = False, relay: SignalRelay | None = None) -> None:
+        self._relay = relay
         self.received: signal.Signals | None = None
         self._grace_s, self._at_once = grace_s, at_once
         self._is_expired, self._is_cancelled, self._is_blocking, self._is_finishing = (
@@ -78,12 +79,16 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         self._loop = asyncio.get_running_loop()
-        if threading.current_thread() is threading.main_thread():
+        if self._relay is not None:
+            self._relay.add(self.handle_signal)
+        elif threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
-                self._previous[number] = signal.signal(number, self._handle_signal)
+                self._previous[number] = signal.signal(number, self.handle_signal)
         return self
 
     def __exit__(self, *exception: object) -> None:
+        if self._relay is not None:
+            self._relay.remove(self.handle_signal)
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
@@ -137,8 +142,9 @@ class StopSignals:
         finally:
             self._is_finishing = False
 
-    def _handle_signal(self, number: int, frame: FrameType | None) -> None:
-        """Store the signal; cancel the work at a second Ctrl-C, and start the grace period at a SIGTERM."""
+    def handle_signal(self, number: int, frame: FrameType | None) -> None:
+        """Store the signal; cancel the work at a second Ctrl-C, and start the grace period at a SIGTERM.
+        Raises KeyboardInterrupt at a second Ctrl-C where there is no work that can be cancelled."""
         if number == signal.SIGINT and (self._at_once or self.received is not None):
             # Raised inside a task, KeyboardInterrupt would tear down the event loop around the other tasks:
             # these are cancelled in order instead, unless no task can be cancelled or that was tried before.
@@ -155,6 +161,43 @@ class StopSignals:
         self._is_expired = True
         if self._task is not None and not self._is_finishing:
             self._task.cancel()
+
+
+class SignalRelay:
+    """A context of the main thread that hands Ctrl-C and SIGTERM on to ``StopSignals`` in other threads, also
+    to those that are added later. A second Ctrl-C is raised here too. In another thread it hands on none."""
+
+    def __init__(self) -> None:
+        self._handlers: list[Callable[[int, FrameType | None], None]] = []
+        self._received: list[int] = []
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> SignalRelay:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._previous[number] = signal.signal(number, self._hand_on)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def add(self, handler: Callable[[int, FrameType | None], None]) -> None:
+        """Call ``handler`` with each signal, and now with the first one if there was any."""
+        self._handlers.append(handler)
+        for number in self._received[:1]:
+            handler(number, None)
+
+    def remove(self, handler: Callable[[int, FrameType | None], None]) -> None:
+        self._handlers.remove(handler)
+
+    def _hand_on(self, number: int, frame: FrameType | None) -> None:
+        self._received.append(number)
+        for handler in tuple(self._handlers):
+            with suppress(KeyboardInterrupt):  # of a thread that cannot be interrupted
+                handler(number, frame)
+        if number == signal.SIGINT and self._received.count(number) > 1:
+            raise KeyboardInterrupt
 
 
 class Watchdog:

@@ -35,7 +35,8 @@ T = TypeVar("T", Outcome, Scores)
 class LocalPasses:
     """``train.passes.Passes`` of one process. ``entropy_grad``: the loss needs the entropy's gradient.
     ``reference``: adapters of the reference policy; None: the base.
-    ``splits``: a microbatch that does not fit the device is computed by halves, whose losses are added."""
+    ``splits``: a microbatch that does not fit the device is computed by halves, whose losses are added.
+    ``between`` is called before every microbatch."""
 
     def __init__(
         self,
@@ -48,11 +49,12 @@ class LocalPasses:
         recompute: bool,
         entropy_grad: bool,
         splits: bool = True,
+        between: Callable[[], None] = lambda: None,
     ) -> None:
         self._decoder, self._adapters, self._ops = decoder, adapters, ops
         self._temperature, self._recompute, self._entropy_grad = temperature, recompute, entropy_grad
         self._splits, self._is_adding, self._reference = splits, False, reference
-        self._too_large_rows, self._num_halved = sys.maxsize, 0
+        self._too_large_rows, self._num_halved, self._between = sys.maxsize, 0, between
         self.progress = 0.0
 
     def train(self, parts: Sequence[Inputs], objective: Objective, scale: float) -> list[Outcome]:
@@ -97,6 +99,7 @@ class LocalPasses:
         Raises torch's error for a single sequence, without ``splits``, and in a backward that adds to the
         gradients of a model's own parameters.
         """
+        self._between()
         both_halves = halve(part) if len(part.tokens) >= self._too_large_rows else None
         if both_halves is None:
             try:

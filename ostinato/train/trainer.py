@@ -67,7 +67,8 @@ class PolicyTrainer:
     ``measure_every``: see ``ReplayGuard``. ``ops``: arithmetic that has gradients, such as
     ``model.native.Kernels.training``.
 
-    ``teacher`` gives ``teacher_logprobs`` to an algorithm with ``needs_teacher``.
+    ``teacher`` gives ``teacher_logprobs`` to an algorithm with ``needs_teacher``. ``between`` is called
+    before every microbatch, and may do work of others in this thread.
 
     An optimizer step whose loss or gradient is not finite is refused: nothing is updated, the report names
     the samples of the microbatches at fault, ``on_refused`` is called with each, and training goes on.
@@ -92,6 +93,7 @@ class PolicyTrainer:
         ops: Ops = TORCH_OPS,
         backend: Backend | None = None,
         teacher: Teacher | None = None,
+        between: Callable[[], None] = lambda: None,
     ) -> None:
         if adapters is None and algorithm.needs_reference:
             raise ValueError(
@@ -109,6 +111,7 @@ class PolicyTrainer:
                 temperature=temperature,
                 recompute=settings.recompute,
                 entropy_grad=algorithm.needs_entropy,
+                between=between,
             ),
             leaves=WholeLeaves(trained_parameters(decoder, adapters)),
             fingerprint=lambda: compute_base_fingerprint(decoder),

@@ -41,7 +41,7 @@ from ostinato.apps.serve.bodies import (
 from ostinato.apps.serve.calls import Answer, ApiError, Asker, Call, Piece, Usage
 from ostinato.apps.serve.openai_chat import GenerateBody, Shape, format_event, format_generation
 from ostinato.apps.serve.served import NO_ADDITIONS, Additions
-from ostinato.apps.serve.server import Handler, guard, read_body, run_while_connected
+from ostinato.apps.serve.server import Handler, guard, read_body, read_key, run_while_connected
 from ostinato.apps.serve.service import Model, Service
 
 Parts = AsyncGenerator[tuple[int, Piece | Answer], None]
@@ -64,15 +64,15 @@ class Handlers:
 
     async def answer_completions(self, request: Request) -> Response:
         body = parse_body(CompletionBody, await self._read_body(request))
-        self._service.check_room(body.num_answers)
+        self._service.check_room(body.num_answers, _owner_of(request))
         return await self._answer_openai(request, body, body.to_calls(), is_chat=False)
 
     async def _answer_openai(
         self, request: Request, body: SamplingBody, calls: list[Call], *, is_chat: bool
     ) -> Response:
         """Answer chat or text completions, whole or as a stream."""
-        calls = [await self._assign_model(call, body) for call in calls]
-        model = self._service.find_model(calls[0].model)  # once, as the name may get another policy
+        calls = [await self._assign_model(request, call, body) for call in calls]
+        model = self._find_model(request, calls[0])  # once, as the name may get another policy
         id_ = _make_id("chatcmpl" if is_chat else "cmpl")
         shape = Shape(
             id=id_,
@@ -94,8 +94,8 @@ class Handlers:
 
     async def answer_responses(self, request: Request) -> Response:
         body = parse_body(openai_responses.ResponsesBody, await self._read_body(request))
-        call, id_ = await self._assign_model(body.to_call(), body), _make_id("resp")
-        model, renderer = self._service.find_model(call.model), self._service.renderer
+        call, id_ = await self._assign_model(request, body.to_call(), body), _make_id("resp")
+        model, renderer = self._find_model(request, call), self._service.renderer
         shape = openai_responses.ResponseShape(
             id=id_, model=model.name, renderer=renderer, call=call, body=body
         )
@@ -108,15 +108,15 @@ class Handlers:
     async def generate(self, request: Request) -> Response:
         """Answer vLLM's request: token ids in, token ids and log-probabilities out."""
         body = parse_body(GenerateBody, await self._read_body(request))
-        call, id_ = await self._assign_model(body.to_call(), body), _make_id("gen")
-        parts = await self._run_calls([call], self._service.find_model(call.model), id_, body)
+        call, id_ = await self._assign_model(request, body.to_call(), body), _make_id("gen")
+        parts = await self._run_calls([call], self._find_model(request, call), id_, body)
         answers = await _collect(request, parts)
         return JSONResponse(format_generation(id_, call, [answers[index] for index in sorted(answers)]))
 
     async def answer_messages(self, request: Request) -> Response:
         body = parse_body(anthropic_messages.MessagesBody, await self._read_body(request))
-        call, id_ = await self._assign_model(body.to_call(), body), secrets.token_hex(12)
-        model = self._service.find_model(call.model)
+        call, id_ = await self._assign_model(request, body.to_call(), body), secrets.token_hex(12)
+        model = self._find_model(request, call)
         parts = await self._run_calls([call], model, f"msg_{id_}", body)
         if body.stream:
             return await _stream(
@@ -129,15 +129,21 @@ class Handlers:
         body = parse_body(anthropic_messages.MessagesBody, await self._read_body(request))
         return JSONResponse({"input_tokens": len(await self._service.make_prompt_aside(body.to_call()))})
 
-    async def _assign_model(self, call: Call, body: LenientBody) -> Call:
-        """The call with the model of its user, and with a session's messages shortened by its memory."""
+    def _find_model(self, request: Request, call: Call) -> Model:
+        return self._service.find_model(call.model, _owner_of(request))
+
+    async def _assign_model(self, request: Request, call: Call, body: LenientBody) -> Call:
+        """The call with the model of its user, and with a session's messages shortened by its memory. Equal
+        prefixes are shared within one owner at most."""
         asker = Asker.read(body.model_extra or {})
         if self._memory is not None and asker.session and call.messages:
             tools = () if call.tool_choice == "none" else call.tools
             measure = partial(self._service.count_tokens, tools=tools)
             _, messages = await self._memory.shorten(asker.session, call.messages, measure)
             call = replace(call, messages=tuple(messages))
-        return self._service.assign_model(replace(call, salt=asker.salt), asker.user)
+        owner = _owner_of(request)
+        salt = f"{owner}:{asker.salt}" if owner else asker.salt
+        return self._service.assign_model(replace(call, salt=salt), asker.user)
 
     async def handle_memory(self, request: Request) -> Response:
         assert self._memory is not None
@@ -156,7 +162,7 @@ class Handlers:
         asker = Asker.read(body.model_extra or {})
 
         async def answer_call(call: Call, call_requests: list[Any], offset: int) -> Parts:
-            async with aclosing(self._service.answer_call(call, call_requests)) as parts:
+            async with aclosing(self._service.answer_call(call, call_requests, model)) as parts:
                 async for part in parts:
                     if self._feedback is not None and isinstance(part, Answer):
                         self._feedback.record(id_, model, call, part, asker, offset + part.index)
@@ -172,11 +178,12 @@ class Handlers:
     # ---- other routes
 
     async def list_models(self, request: Request) -> Response:
-        rows = [self._describe_model(model) for model in self._service.models.values()]
+        rows = [self._describe_model(model) for model in self._service.list_models(_owner_of(request))]
         return JSONResponse({"object": "list", "data": rows, "has_more": False})
 
     async def get_model(self, request: Request) -> Response:
-        return JSONResponse(self._describe_model(self._service.find_model(request.path_params["name"])))
+        model = self._service.find_model(request.path_params["name"], _owner_of(request))
+        return JSONResponse(self._describe_model(model))
 
     def _describe_model(self, model: Model) -> dict[str, Any]:
         return {
@@ -241,10 +248,15 @@ class Handlers:
 
     def guard(self, handler: Handler, path: str, dialect: str = "openai") -> Handler:
         """Wrap ``handler``: check the key, write errors in the dialect's format, and count the request."""
-        guarded_handler, metrics = (
-            guard(handler, self._key, partial(_make_refusal, dialect=dialect)),
-            self._service.metrics,
-        )
+        policies, refusal = self._service.policies, partial(_make_refusal, dialect=dialect)
+
+        async def handle_owned(request: Request) -> Response:
+            if policies is not None:
+                request.state.owner = policies.authenticate(read_key(request), self._key)
+            return await handler(request)
+
+        guarded_handler = guard(handle_owned, "" if policies is not None else self._key, refusal)
+        metrics = self._service.metrics
 
         async def handle_and_count(request: Request) -> Response:
             response = await guarded_handler(request)
@@ -265,6 +277,11 @@ class _Tokenize(LenientBody):
 
 class _Detokenize(LenientBody):
     tokens: list[TokenId]
+
+
+def _owner_of(request: Request) -> str:
+    """The owner of the key of a request; "" where there is none."""
+    return getattr(request.state, "owner", "")
 
 
 def _make_id(kind: str) -> str:

@@ -43,6 +43,11 @@ class ApiError(Exception):
         return {"error": error}
 
 
+def make_rate_error(sentence: str) -> ApiError:
+    """An error 429, after which the client may try again in a second."""
+    return ApiError(sentence, status=429, kind="rate_limit_error", code="rate_limit_exceeded", retry_after=1)
+
+
 def read_json(body: bytes, *, surrogates: bool = False) -> Any:
     """Return the value of a request's body, see ``parse_json``. Raises ApiError 400 if it is not JSON."""
     try:

@@ -49,10 +49,12 @@ def serve(
     limits: Mapping[str, Any],
     feedback: str = "",
     product: Path | None = None,
+    catalog: tuple[Path, int] | None = None,
     additions: OpenAdditions | None = None,
 ) -> None:
     """Serve ``target`` until a signal, with the additions of other applications; ``feedback``: the address of
-    their store. Raises ValueError for a target that cannot be served."""
+    their store; ``catalog``: a folder, and the MB of its policies in memory. Raises ValueError for a target
+    that cannot be served, and for a catalog with keys beside additions, which do not keep keys apart."""
     say(f"loading {target}")
     try:
         import prometheus_client  # noqa: F401
@@ -76,10 +78,16 @@ def serve(
             adapters=adapters,
             limits=Limits(context=0, **limits),
             name=name,
+            catalog=catalog[0] if catalog else None,
+            catalog_mb=catalog[1] if catalog else 0,
         )
 
         with contextlib.ExitStack() as stack:
             served = stack.enter_context(open_service(serving))
+            if additions is not None and served.policies is not None and served.policies.catalog.has_owners:
+                raise ValueError(
+                    "--feedback and --memory do not keep the keys of --catalog apart; leave them out"
+                )
             base, extras = format_address(server_socket), NO_ADDITIONS
             if additions is not None:
                 extras = stack.enter_context(additions(served, base, key))
@@ -101,12 +109,14 @@ def _make_lifespan(
 ) -> Callable[[object], contextlib.AbstractAsyncContextManager[None]]:
     """Return a lifespan that serves, beside the application, the newest policies of runs that still learn and
     of a product's loop."""
-    from ostinato.apps.serve.served import follow_product, follow_runs
+    from ostinato.apps.serve.served import follow_catalog, follow_product, follow_runs
 
     @contextlib.asynccontextmanager
     async def lifespan(app: object) -> AsyncIterator[None]:
         tasks = [asyncio.create_task(follow_runs(served))]
         tasks += [asyncio.create_task(follow_product(served, product))] if product else []
+        if served.policies is not None:
+            tasks.append(asyncio.create_task(follow_catalog(served.policies)))
         try:
             yield
         finally:

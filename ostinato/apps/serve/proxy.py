@@ -25,8 +25,9 @@ from ostinato.apps.serve.calls import ApiError
 from ostinato.apps.serve.elsewhere import Place
 from ostinato.apps.serve.served import RunningService, ServiceSpec, follow_runs, open_service
 from ostinato.apps.serve.service import Limits
-from ostinato.apps.serve.thread import EngineThread
 from ostinato.config import Recipe
+from ostinato.engine.engine_thread import EngineThread
+from ostinato.launch.engine import AnyEngine
 from ostinato.launch.inputs import load_app, make_sampling
 from ostinato.protocols import Grader
 from ostinato.rollout.rollout import RolloutContext, play_episode
@@ -41,7 +42,7 @@ REQUEST_S = 3600.0  # for an answer
 class _Engine:
     """A policy in its thread, as a ``protocols.Engine`` for another event loop."""
 
-    thread: EngineThread
+    thread: EngineThread[AnyEngine]
     policy: str
 
     async def generate(self, requests: Sequence[Request]) -> AsyncIterator[tuple[int, Completion]]:

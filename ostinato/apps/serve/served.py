@@ -9,7 +9,6 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,15 +20,27 @@ from starlette.responses import Response
 from ostinato.apps.serve.calls import Answer, Asker, Call, Message
 from ostinato.apps.serve.grammar import Guides
 from ostinato.apps.serve.metrics import Metrics
+from ostinato.apps.serve.policies import OUTCOMES, CatalogPolicies
 from ostinato.apps.serve.service import Canary, Limits, Model, Service
-from ostinato.apps.serve.thread import EngineThread
+from ostinato.catalog import open_catalog
+from ostinato.database import Unavailable
+from ostinato.engine.engine_thread import EngineThread, run_in_own_thread
+from ostinato.engine.local import LocalEngine
 from ostinato.launch import RunFailed
 from ostinato.launch.engine import AnyEngine
 from ostinato.launch.models import load_recipe
-from ostinato.launch.policy import Policy, load_adapter, load_newest_adapters, load_policy, serve_policy
+from ostinato.launch.policy import (
+    Policy,
+    load_adapter,
+    load_newest_adapters,
+    load_policy,
+    map_policy,
+    serve_policy,
+)
 from ostinato.model.base import Base
 from ostinato.model.generation import read_sampling_defaults
 from ostinato.model.lora import Adapters
+from ostinato.model.peft_io import compute_base_fingerprint
 from ostinato.model.wire import NotFinite
 from ostinato.run import RunFolder
 from ostinato.train.checkpoint import list_checkpoints
@@ -50,6 +61,8 @@ class ServiceSpec:
     adapters: Mapping[str, str] = field(default_factory=dict)  # name: run folder or PEFT adapter
     limits: Limits  # context 0: the model's
     name: str = ""  # of the target; "": its own
+    catalog: Path | None = None  # further policies
+    catalog_mb: int = 1024  # of these in memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,9 +70,10 @@ class RunningService:
     """A running service."""
 
     service: Service
-    thread: EngineThread
+    thread: EngineThread[AnyEngine]
     decoder: Base
     runs: Mapping[str, RunFolder]  # by the name under which their newest policies are served
+    policies: CatalogPolicies | None = None
 
 
 @contextlib.contextmanager
@@ -83,10 +97,15 @@ def open_service(serving: ServiceSpec) -> Iterator[RunningService]:
         context = serving.limits.context or policies.engine.context_limit
         limits = replace(serving.limits, context=context, vocab_size=vocab_size)
         guides, defaults = Guides(renderer, vocab_size), read_sampling_defaults(policies.policy.folder)
-        service = Service(thread, renderer, policies.models, limits, metrics, guides, defaults)
-        yield RunningService(
-            service=service, thread=thread, decoder=policies.policy.decoder, runs=policies.runs
-        )
+        with contextlib.ExitStack() as stack:
+            stored = None
+            if serving.catalog is not None:
+                stored = stack.enter_context(_open_policies(serving, policies, thread, metrics))
+            service = Service(thread, renderer, policies.models, limits, metrics, guides, defaults, stored)
+            decoder = policies.policy.decoder
+            yield RunningService(
+                service=service, thread=thread, decoder=decoder, runs=policies.runs, policies=stored
+            )
     finally:
         thread.close()
 
@@ -128,6 +147,35 @@ def _load_all(serving: ServiceSpec) -> _LoadedPolicies:
     return _LoadedPolicies(engine=engine, policy=policy, models=models, runs=runs)
 
 
+@contextlib.contextmanager
+def _open_policies(
+    serving: ServiceSpec, policies: _LoadedPolicies, thread: EngineThread[AnyEngine], metrics: Metrics
+) -> Iterator[CatalogPolicies]:
+    """Open the catalog for the engine. Raises ValueError for a folder without one, and for an engine that
+    runs a model of transformers."""
+    assert serving.catalog is not None
+    engine = policies.engine
+    if not isinstance(engine, LocalEngine):
+        raise ValueError('--catalog needs our own decoder; set model.backend = "native"')
+    fingerprint = compute_base_fingerprint(policies.policy.decoder)
+    load = partial(map_policy, decoder=engine.decoder, fingerprint=fingerprint)
+    with contextlib.closing(open_catalog(serving.catalog)) as catalog:
+        stored = CatalogPolicies(catalog, thread, load, serving.catalog_mb << 20)
+        metrics.show("catalog_requests", "Policies of the catalog", OUTCOMES, stored.counts.__getitem__)
+        yield stored
+
+
+async def follow_catalog(policies: CatalogPolicies) -> None:
+    """Take over what other processes change in the catalog, until cancelled. A request ends under the version
+    with which it began."""
+    while True:
+        await asyncio.sleep(LOOK_S)
+        try:
+            policies.refresh()
+        except Unavailable as error:
+            log.warning("the catalog cannot be read: %s", error)
+
+
 async def follow_runs(served: RunningService) -> None:
     """Publish the newest checkpoint of each run, until cancelled. A request ends under the policy with which
     it began."""
@@ -146,7 +194,7 @@ async def publish_newest(served: RunningService, name: str, load: Callable[[], t
     or not finite is counted and not served, and the earlier policy stays."""
     service, outcomes = served.service, served.service.metrics.policies
     try:
-        step, adapters = await _run_in_own_thread(load)
+        step, adapters = await run_in_own_thread(load)
         await served.thread.call(lambda engine: engine.publish(adapters, step, name))
     except (ValueError, RunFailed, OSError, NotFinite) as error:  # the next checkpoint may be better
         outcomes.labels("refused").inc()
@@ -164,7 +212,7 @@ async def follow_product(served: RunningService, folder: Path) -> None:
     outcomes, current_text, last_error, policies = served.service.metrics.policies, "", "", {BASE}
     while True:
         try:
-            text = await _run_in_own_thread(_read_serving, folder)
+            text = await run_in_own_thread(_read_serving, folder)
             if text != current_text:
                 await _serve_product(served, json.loads(text), policies)
                 outcomes.labels("published").inc()
@@ -195,9 +243,7 @@ async def _serve_product(served: RunningService, facts: Mapping[str, Any], polic
         revision = str(policy["revision"])
         policy_name = revision or policy["adapter"] or BASE  # a product's first adapter has no revision
         if policy_name not in policies:
-            _, adapters, _ = await _run_in_own_thread(
-                partial(load_adapter, policy["adapter"], served.decoder)
-            )
+            _, adapters, _ = await run_in_own_thread(partial(load_adapter, policy["adapter"], served.decoder))
             call = partial(_publish, adapters=adapters, version=facts["round"], name=policy_name)
             await served.thread.call(call)
             policies.add(policy_name)
@@ -217,12 +263,6 @@ async def _serve_product(served: RunningService, facts: Mapping[str, Any], polic
 
 def _publish(engine: AnyEngine, *, adapters: Adapters, version: int, name: str) -> None:
     engine.publish(adapters, version, name)
-
-
-async def _run_in_own_thread(function: Callable[..., T], *arguments: Any) -> T:
-    """Run ``function`` in a thread that ends with it (see ``serve.thread``), and return its result."""
-    with ThreadPoolExecutor(1) as pool:
-        return await asyncio.get_running_loop().run_in_executor(pool, function, *arguments)
 
 
 def _find_newest(run: RunFolder) -> str:

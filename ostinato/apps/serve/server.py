@@ -61,10 +61,15 @@ def format_address(listening: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+def read_key(request: Request) -> str:
+    """Return the key in OpenAI's or Anthropic's header; "" without one."""
+    sent_key = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
+    return sent_key or request.headers.get("x-api-key", "")
+
+
 def check_key(request: Request, key: str, fix: str = KEY_FIX) -> None:
     """Raise ApiError 401 if a request lacks ``key`` in OpenAI's or Anthropic's header; "": none is needed."""
-    sent_key = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
-    sent_key = sent_key or request.headers.get("x-api-key", "")
+    sent_key = read_key(request)
     if key and not hmac.compare_digest(sent_key.encode(), key.encode()):
         raise ApiError(
             f"the API key is missing or wrong; {fix}",

@@ -5,19 +5,24 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import Any, TypeVar
 
 import numpy as np
 
-from ostinato.apps.serve.calls import Answer, ApiError, Call, Piece, choose_arm
+from ostinato.apps.serve.calls import Answer, ApiError, Call, Piece, choose_arm, make_rate_error
 from ostinato.apps.serve.grammar import Guide, Guides
 from ostinato.apps.serve.metrics import Metrics
-from ostinato.apps.serve.thread import EngineThread
+from ostinato.apps.serve.policies import CatalogPolicies, policy_name
 from ostinato.apps.serve.toolcalls import TextStream, read_calls
+from ostinato.catalog import Version
+from ostinato.engine.engine_thread import EngineThread
 from ostinato.inputs import has_surrogate
 from ostinato.launch.engine import AnyEngine
 from ostinato.model.generation import SamplingDefaults
@@ -26,6 +31,7 @@ from ostinato.train.accumulate import score_prompt
 from ostinato.types import Completion, Emitted, Prompt, Request, Sampling, Stop
 
 LONG_TEXT_SIZE = 20_000  # letters to encode, or tokens to decode, in some 10 ms
+MOST_LISTED = 1000  # policies of a key in a list of models
 MAX_LONG_TEXTS = 2  # texts in threads; each takes memory of a hundred times its size
 T = TypeVar("T")
 EMPTY_COMPLETION = Completion(
@@ -62,6 +68,8 @@ class Model:
     revision: str | None = None  # of a product's policy; None: name@version
     arm: str = ""  # of an experiment
     propensity: float = 1.0  # the probability that a user gets it
+    owner: str = ""  # whose key asks for it
+    stored: Version | None = None  # of a catalog
 
     def fingerprint(self, version: int | None) -> str:
         """The ``system_fingerprint`` of an answer; ``version``: of its tokens, None where it has none."""
@@ -83,29 +91,32 @@ class Service:
 
     def __init__(
         self,
-        thread: EngineThread,
+        thread: EngineThread[AnyEngine],
         renderer: Renderer,
         models: Mapping[str, Model],
         limits: Limits,
         metrics: Metrics,
         guides: Guides,
         defaults: SamplingDefaults,
+        policies: CatalogPolicies | None = None,
     ) -> None:
         self._guides, self.defaults = guides, defaults
         self.renderer, self.limits, self.metrics = renderer, limits, metrics
-        self.models = dict(models)
+        self.models, self.policies = dict(models), policies
         self.canary: Canary | None = None
-        self._thread, self._sequences = thread, 0
-        self._pool, self.num_long_texts = (
-            ThreadPoolExecutor(MAX_LONG_TEXTS, "tokenizing"),
-            0,
-        )  # of long texts, now
+        self._thread, self._sequences = thread, Counter[str]()  # by owner
+        self._pool = ThreadPoolExecutor(MAX_LONG_TEXTS, "tokenizing")
+        self.num_long_texts = 0  # that are encoded or decoded now
 
-    def find_model(self, name: str) -> Model:
-        """Return the model of this name; the first model for "". Raises ApiError 404 if there is none."""
+    def find_model(self, name: str, owner: str = "") -> Model:
+        """Return the model of this name, also one of the ``owner`` in the catalog; the first model for "".
+        Raises ApiError 404 if there is none, which says nothing of the policies of others."""
         if not name:
-            return next(iter(self.models.values()))
+            return replace(next(iter(self.models.values())), owner=owner)
         if name not in self.models:
+            version = self.policies.catalog.find(owner, name) if self.policies is not None else None
+            if version is not None:
+                return _make_model(version, next(iter(self.models)))
             names = ", ".join(self.models)
             raise ApiError(
                 f"the model {name!r} is not served here; there are {names}",
@@ -113,7 +124,19 @@ class Service:
                 param="model",
                 code="model_not_found",
             )
-        return self.models[name]
+        return replace(self.models[name], owner=owner)
+
+    def list_models(self, owner: str) -> list[Model]:
+        """Return the models that all may ask for, then the first MOST_LISTED of the owner in the catalog."""
+        heads = self.policies.catalog.list_heads(owner) if self.policies is not None else ()
+        base = next(iter(self.models))
+        return [*self.models.values(), *(_make_model(head, base) for head in islice(heads, MOST_LISTED))]
+
+    def _hold(self, model: Model) -> AbstractAsyncContextManager[None]:
+        """Have the policy of ``model`` in the engine while the context lasts."""
+        if model.stored is None or self.policies is None:
+            return nullcontext()
+        return self.policies.hold(model.stored)
 
     def assign_model(self, call: Call, user: str) -> Call:
         """Return the call with the model that ``user`` gets; without a user, a model drawn for this call
@@ -285,62 +308,60 @@ class Service:
             decoder, adapters, ops = engine.model_of(model.policy)
             return score_prompt(decoder, adapters, tokens, top, ops)
 
-        logprobs, best = await self._thread.call(score)
+        async with self._hold(model):
+            logprobs, best = await self._thread.call(score)
         likeliest = () if best is None else tuple(zip(*best, strict=True))
         return Emitted(tokens=tokens[1:], logprobs=logprobs, top=likeliest)
 
-    def check_room(self, count: int) -> None:
-        """Raise ApiError for more answers than this server can begin now (429), or ever (400)."""
+    def check_room(self, count: int, owner: str = "") -> None:
+        """Raise ApiError for more answers than this server can begin now (429), or ever (400), for anybody or
+        for ``owner``."""
+        quota = self.policies.catalog.find_quota(owner) if self.policies is not None else None
+        if quota is not None and self._sequences[owner] + count > quota.sequences:
+            raise make_rate_error(
+                f"{self._sequences[owner]} sequences of this key are under way, and it has a quota of "
+                f"{quota.sequences}; try again later"
+            )
         if count > self.limits.sequences:
             raise ApiError(
                 f"the request is for {count} answers, and this server gives {self.limits.sequences} at once; "
                 "send fewer prompts",
                 param="prompt",
             )
-        if self._sequences + count > self.limits.sequences:
-            raise ApiError(
-                f"{self._sequences} sequences are under way, and this server takes {self.limits.sequences}; "
-                "try again later",
-                status=429,
-                kind="rate_limit_error",
-                code="rate_limit_exceeded",
-                retry_after=1,
+        if self.under_way + count > self.limits.sequences:
+            raise make_rate_error(
+                f"{self.under_way} sequences are under way, and this server takes {self.limits.sequences}; "
+                "try again later"
             )
 
-    async def answer_call(self, call: Call, requests: list[Request]) -> AsyncGenerator[Piece | Answer, None]:
-        """Yield pieces of all answers as they come, and each Answer at its end. The caller must close it.
+    async def answer_call(
+        self, call: Call, requests: list[Request], model: Model
+    ) -> AsyncGenerator[Piece | Answer, None]:
+        """Yield pieces of all answers of ``model`` as they come, and each Answer at its end. The caller must
+        close it.
 
         Raises ApiError: 429 if too many sequences are in progress, 504 after the time limit, 500 if the
         model's numbers are not finite.
         """
-        self.check_room(len(requests))
+        self.check_room(len(requests), model.owner)
         open_answers = [_OpenAnswer(request, self.renderer, call) for request in requests]
         if call.max_tokens == 0:
             for index, open_answer in enumerate(open_answers):
                 yield open_answer.make_answer(index, EMPTY_COMPLETION)
             return
-        self._sequences += len(requests)
+        self._sequences[model.owner] += len(requests)
         start = time.perf_counter()
-        events = self._thread.generate(requests, self.limits.timeout_s)
         try:
-            async for index, event in events:
-                if isinstance(event, Emitted):
-                    if not open_answers[index].emitted and index == 0:
+            events = self._thread.generate(requests, self.limits.timeout_s)
+            async with self._hold(model), aclosing(events):
+                async for index, event in events:
+                    if isinstance(event, Emitted) and index == 0 and not open_answers[0].emitted:
                         self.metrics.time_to_first.observe(time.perf_counter() - start)
-                    yield open_answers[index].make_piece(index, event)
-                    continue
-                if event.stop is Stop.ERROR:
-                    guide = requests[index].constraint
-                    if isinstance(guide, Guide) and guide.error:
-                        raise ApiError(guide.error, code="grammar_refused")
-                    raise ApiError(
-                        f"the model failed: {event.error}",
-                        status=500,
-                        kind="server_error",
-                        code="model_error",
-                    )
-                self._count_answer(event, len(requests[index].tokens) if index == 0 else 0, start)
-                yield open_answers[index].make_answer(index, event)
+                    part = open_answers[index].read(index, event)
+                    if isinstance(part, Answer):
+                        prompt = len(requests[index].tokens) if index == 0 else 0
+                        self._count_answer(part.completion, prompt, start)
+                    yield part
         except TimeoutError:
             raise ApiError(
                 f"the answer was not whole after {self.limits.timeout_s:g} s, this server's limit",
@@ -351,8 +372,8 @@ class Service:
         except ValueError as error:  # the engine refuses the request
             raise ApiError(str(error)) from error
         finally:
-            self._sequences -= len(requests)
-            await events.aclose()
+            self._sequences[model.owner] -= len(requests)
+            self._sequences += Counter()  # drops owners without any
 
     def _count_answer(self, completion: Completion, prompt: int, start: float) -> None:
         seconds, metrics = time.perf_counter() - start, self.metrics
@@ -366,7 +387,20 @@ class Service:
     @property
     def num_sequences(self) -> int:
         """Sequences that were admitted and have not ended."""
-        return self._sequences
+        return self._sequences.total()
+
+
+def _make_model(version: Version, base: str) -> Model:
+    """The model that a version of a catalog is."""
+    return Model(
+        name=version.name,
+        policy=policy_name(version),
+        created=0,
+        version=version.version,
+        parent=base,
+        owner=version.owner,
+        stored=version,
+    )
 
 
 def _count_letters(value: Any) -> int:
@@ -386,6 +420,18 @@ class _OpenAnswer:
         self._parallel = call.parallel_calls
         self._tools = bool(call.tools) and call.tool_choice != "none"
         self._stream = TextStream(renderer, call.stop, tools=self._tools)
+
+    def read(self, index: int, event: Emitted | Completion) -> Piece | Answer:
+        """The piece, or the whole answer, that an event of the engine is. Raises ApiError for a failure."""
+        if isinstance(event, Emitted):
+            return self.make_piece(index, event)
+        if event.stop is Stop.ERROR:
+            guide = self._request.constraint
+            if isinstance(guide, Guide) and guide.error:
+                raise ApiError(guide.error, code="grammar_refused")
+            sentence = f"the model failed: {event.error}"
+            raise ApiError(sentence, status=500, kind="server_error", code="model_error")
+        return self.make_answer(index, event)
 
     def make_piece(self, index: int, emitted: Emitted) -> Piece:
         self.emitted.append(emitted)

@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 
-from ostinato.apps.serve.thread import EngineThread
 from ostinato.apps.tinker.records import Record, RecordMachine
 from ostinato.apps.tinker.registry import FAILED, Registry, StoredRequest, UserError
 from ostinato.apps.tinker.samplers import Base, make_identity, parse_spec
 from ostinato.apps.tinker.wire import Body, Seq, parse_body, parse_loss, parse_rows, parse_training_request
+from ostinato.engine.engine_thread import EngineThread
+from ostinato.engine.local import LocalEngine
 from ostinato.model.lora import init_adapters
 from ostinato.model.shapes import AdapterSpec
 from ostinato.train.accumulate import Accumulator, Adam, Scored, run_to_end
@@ -99,7 +100,7 @@ class Models:
 
     def __init__(
         self,
-        thread: EngineThread,
+        thread: EngineThread[LocalEngine],
         base: Base,
         registry: Registry,
         folder: Path,

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ostinato.apps.serve.thread import EngineThread
+from ostinato.engine.engine_thread import EngineThread
+from ostinato.engine.local import LocalEngine
 from ostinato.model.decoder import Decoder
 from ostinato.model.lora import Adapters, init_adapters
 from ostinato.model.ops import Ops
@@ -60,7 +61,7 @@ def make_adapters(base: Base, spec: AdapterSpec, tensors: Mapping[str, Tensor]) 
 class Samplers:
     """Keeps the most recently used policies in the engine; others are reloaded from their folders."""
 
-    def __init__(self, thread: EngineThread, base: Base) -> None:
+    def __init__(self, thread: EngineThread[LocalEngine], base: Base) -> None:
         self._thread, self._base = thread, base
         self._policies: OrderedDict[str, Adapters] = OrderedDict()
 

@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ostinato.apps.serve.thread import EngineThread
 from ostinato.apps.tinker.models import MODEL, Models, make_slug
 from ostinato.apps.tinker.records import RecordMachine
 from ostinato.apps.tinker.registry import Registry, Result, StoredRequest, UserError
@@ -30,6 +29,7 @@ from ostinato.apps.tinker.wire import (
     make_training_result,
     parse_body,
 )
+from ostinato.engine.engine_thread import EngineThread
 from ostinato.engine.local import LocalEngine
 from ostinato.launch.engine import choose_training_ops
 from ostinato.launch.machine import record_start
@@ -67,7 +67,12 @@ class Work:
     """Runs requests for one base model. Checkpoints, snapshots and run folders are in ``folder``."""
 
     def __init__(
-        self, thread: EngineThread, base: Base, registry: Registry, folder: Path, start: RecordMachine
+        self,
+        thread: EngineThread[LocalEngine],
+        base: Base,
+        registry: Registry,
+        folder: Path,
+        start: RecordMachine,
     ) -> None:
         self.base, self._thread, self._registry, self._folder = base, thread, registry, folder
         self.models = Models(thread, base, registry, folder, self.find_folder, start)

@@ -91,14 +91,14 @@ def test_a_step_reads_its_tokens_and_routes_alone(raw: dict[str, Any], reads: in
     options: dict[str, Any] = {"kv_memory_mb": 1, "context_limit": 64, "record_support": False}
     engine, seen = LocalEngine(made(raw, 1), kernels=CudaKernels(), **options), []
     engine.publish(adapters_of(engine.decoder), 1)
-    step = engine._driver._step
+    step = engine.driver._step
 
     def counted() -> None:
         with Launches() as launches:
             step()
         seen.append(launches.reads)
 
-    engine._driver._step = counted
+    engine.driver._step = counted
     tokens = np.arange(5, dtype=np.int32)
     answers(engine, [Request(tokens=tokens, sampling=Sampling(max_tokens=2, top_k=3), seed=(0,))])
     assert seen == [["cpu"] * reads] * 2

@@ -28,13 +28,13 @@ from ostinato.train.accumulate import Accumulator
 tinker = pytest.importorskip("tinker", reason='pip install -c constraints.txt "ostinato[tinker]"')
 from tinker.proto import tinker_public_pb2 as pb  # noqa: E402  # pyright: ignore[reportMissingImports]
 
-from ostinato.apps.serve.thread import EngineThread  # noqa: E402
 from ostinato.apps.tinker.app import Handlers, make_app  # noqa: E402
 from ostinato.apps.tinker.futures import Futures  # noqa: E402
 from ostinato.apps.tinker.registry import DONE, FAILED, Registry, UserError  # noqa: E402
 from ostinato.apps.tinker.samplers import Base  # noqa: E402
 from ostinato.apps.tinker.wire import parse_rows  # noqa: E402
 from ostinato.apps.tinker.work import Work, open_work  # noqa: E402
+from ostinato.engine.engine_thread import EngineThread  # noqa: E402
 
 MODEL = "s:train:0"
 CREATE = (

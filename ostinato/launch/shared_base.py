@@ -1,0 +1,148 @@
+"""The base and the engine that runs side by side share, and the place of each run there."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ostinato.config import Recipe
+from ostinato.engine.engine_thread import EngineThread
+from ostinato.engine.local import LocalEngine
+from ostinato.engine.threads import Threads
+from ostinato.engine.view import PolicyView
+from ostinato.launch.device_memory import kv_memory_mb, step_need
+from ostinato.launch.engine import new_engine
+from ostinato.launch.inputs import RunInputs, longest_answer
+from ostinato.launch.loop import RunComponents
+from ostinato.launch.machine import device_of
+from ostinato.launch.models import load_decoder
+from ostinato.launch.ranks import open_trainer
+from ostinato.model.decoder import Decoder
+from ostinato.model.lora import Adapters
+from ostinato.model.named import find_model_folder
+from ostinato.pipeline.signals import SignalRelay
+from ostinato.protocols import RestorableTrainer
+from ostinato.render import Renderer
+from ostinato.types import Batch, StepReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedBase:
+    """What runs side by side share. ``start``: at which each waits until all are ready."""
+
+    decoder: Decoder
+    thread: EngineThread[LocalEngine]
+    threads: Threads
+    relay: SignalRelay
+    start: threading.Barrier
+
+    def make_place(self, policy: str, share: float) -> SharedPlace:
+        return SharedPlace(self, policy, share)
+
+
+@contextlib.contextmanager
+def open_base(recipes: Sequence[Recipe], threads: Threads, relay: SignalRelay) -> Iterator[SharedBase]:
+    """Yield the base of ``recipes``, which share [model] and [engine], with an engine that has the slots and
+    the KV cache of all. Raises ValueError for a model on a GPU, where a row depends on its batch."""
+    first = recipes[0]
+    if (device := device_of(first.model)) != "cpu":
+        raise ValueError(f'runs side by side are for a CPU, and model.device is {device}; use "cpu"')
+    folder = find_model_folder(first.model.path)
+    renderer = Renderer(folder)
+    decoders: list[Decoder] = []
+
+    def make() -> LocalEngine:
+        decoder = load_decoder(first.model, folder)
+        decoders.append(decoder)
+        return new_engine(_join_engines(recipes, decoder, renderer), decoder, renderer)
+
+    with contextlib.closing(EngineThread(make)) as thread:
+        yield SharedBase(
+            decoder=decoders[0],
+            thread=thread,
+            threads=threads,
+            relay=relay,
+            start=threading.Barrier(len(recipes)),
+        )
+
+
+def _join_engines(recipes: Sequence[Recipe], decoder: Decoder, renderer: Renderer) -> Recipe:
+    """The first recipe with the slots of all and, unless the recipes set it, a KV cache for all."""
+    engine = recipes[0].engine
+    changes: dict[str, Any] = {"max_batch": engine.max_batch * len(recipes)}
+    if engine.kv_memory_mb == "auto":
+        needs = [step_need(recipe, longest_answer(recipe.rollout, renderer)[0]) for recipe in recipes]
+        sizes = (kv_memory_mb(recipe, decoder, need) for recipe, need in zip(recipes, needs, strict=True))
+        changes["kv_memory_mb"] = sum(sizes)
+    return recipes[0].model_copy(update={"engine": engine.model_copy(update=changes)})
+
+
+class SharedPlace:
+    """The place of one run on a shared base, where its policy has the name ``policy`` and this ``share`` of
+    the engine's slots."""
+
+    def __init__(self, base: SharedBase, policy: str, share: float) -> None:
+        self.has_begun = False
+        self._base, self._policy, self._share = base, policy, share
+
+    @property
+    def decoder(self) -> Decoder:
+        return self._base.decoder
+
+    @property
+    def threads(self) -> Threads:
+        return self._base.threads
+
+    def wait_for_all(self) -> None:
+        """Wait until all runs are ready. Raises BrokenBarrierError if one of them cannot begin."""
+        self._base.start.wait()
+        self.has_begun = True
+
+    @contextlib.contextmanager
+    def open_components(self, inputs: RunInputs, folder: Path) -> Iterator[RunComponents]:
+        """Yield the run's components: a view of the engine, and a trainer in the engine's thread. Without
+        drafts, which change no token."""
+        thread = self._base.thread
+        with contextlib.ExitStack() as stack:
+            trainer = thread.run(
+                lambda engine: stack.enter_context(open_trainer(inputs, folder, engine.driver.advance))
+            )
+            view = stack.enter_context(contextlib.closing(PolicyView(thread, self._policy, self._share)))
+            yield RunComponents(
+                trainer=TrainerInThread(trainer, thread),
+                engine=view,
+                tokens_sampled=lambda: view.progress,
+                relay=self._base.relay,
+            )
+
+
+class TrainerInThread:
+    """``trainer``, whose tensors are worked on in the engine's thread, between two passes: a second team of
+    OpenMP threads would halve the speed of both."""
+
+    def __init__(self, trainer: RestorableTrainer, thread: EngineThread[LocalEngine]) -> None:
+        self._trainer, self._thread = trainer, thread
+        self.counters, self.identity = trainer.counters, trainer.identity
+
+    @property
+    def progress(self) -> float:
+        return self._trainer.progress
+
+    def step(self, batch: Batch) -> StepReport:
+        return self._thread.run(lambda _: self._trainer.step(batch))
+
+    def score(self, batch: Batch) -> Sequence[Any]:
+        return self._thread.run(lambda _: self._trainer.score(batch))
+
+    def adapters(self) -> Adapters | None:
+        return self._thread.run(lambda _: self._trainer.adapters())
+
+    def tensors(self) -> Mapping[str, Any]:
+        return self._thread.run(lambda _: self._trainer.tensors())
+
+    def restore(self, tensors: Mapping[str, Any], counters: Mapping[str, int]) -> None:
+        self._thread.run(lambda _: self._trainer.restore(tensors, counters))
