@@ -91,13 +91,13 @@ class RunInputs:
             self.agents.close()
 
 
-def prepare_inputs(recipe: Recipe, *, training: bool, decoder: Decoder | None = None) -> RunInputs:
+def prepare_inputs(recipe: Recipe, *, training: bool, base: Decoder | None = None) -> RunInputs:
     """Load and check what the recipe names: model, prompts, tools, rewards, agents. Starts MCP servers,
     the processes of the grader, and the server of agents. Calls every reward once and takes one step in each
     task's own environment, to try them. The result is a context that ends the grader and the agents' server.
 
     ``training``: also load the prompts to train on, check the teacher and the GPU's memory (RunFailed), and
-    let workers of a cluster share the model. ``decoder``: the model if it is loaded already."""
+    let workers of a cluster share the model. ``base``: the model if it is loaded already."""
     algorithm = check_recipe(recipe)
     for name in recipe.task.by_name:
         check_solvable(recipe.judges(name))
@@ -112,8 +112,7 @@ def prepare_inputs(recipe: Recipe, *, training: bool, decoder: Decoder | None = 
     )
     if free is not None and recipe.model.backend == "native":
         check_room(recipe, read_config(folder), free)
-    if decoder is None:
-        decoder = load_decoder(recipe.model, folder, shared=training and shares_base(recipe))
+    decoder = base or load_decoder(recipe.model, folder, shared=training and shares_base(recipe))
     tools, too_long = load_tools(recipe.task), set[int]()
     for name, rows in group_by_task(
         [row for prompts in (train, *scored.values()) for row in prompts]

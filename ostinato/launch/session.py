@@ -249,9 +249,9 @@ def run_session(
     place: SharedPlace | None = None,
 ) -> Outcome:
     """Check the arguments and run a session, with the log on the terminal, unless the user handles it, and
-    with failures named. ``changed``: sections that a resumed run overrides; None: a new run. Raises
-    ValueError for an ``on_step`` that is not callable and for a recipe of supervised training. ``place``: where
-    other runs go side by side with it."""
+    with failures named. ``changed``: sections that a resumed run overrides; None: a new run. ``place``: where
+    other runs go side by side with it. Raises ValueError for an ``on_step`` that is not callable and for a
+    recipe of supervised training."""
     if on_step is not None and not callable(on_step):
         raise ValueError(
             f"on_step is {on_step!r:.80}, which is not callable; give a function of a row of metrics"
@@ -323,9 +323,7 @@ def _run_session(
         recipe = load_app("judge revisions")(recipe)
         stack.enter_context(name_out_of_memory(recipe, f"to go on: ostinato resume {path}"))
         with announce_work("loading the model, its prompts and rewards"):
-            inputs = stack.enter_context(
-                prepare_inputs(recipe, training=True, decoder=place and place.decoder)
-            )
+            inputs = stack.enter_context(prepare_inputs(recipe, training=True, base=place and place.decoder))
         memory = None if place else new_memory(recipe.draft, RunFolder(path).history if is_resumed else None)
         inputs, components = stack.enter_context(open_components(inputs, path, memory, workers, place))
         state = LoopState()

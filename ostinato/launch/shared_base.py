@@ -14,11 +14,11 @@ from ostinato.engine.engine_thread import EngineThread
 from ostinato.engine.local import LocalEngine
 from ostinato.engine.threads import Threads
 from ostinato.engine.view import PolicyView
-from ostinato.launch.device_memory import kv_memory_mb, step_need
+from ostinato.launch.device_memory import choose_kv_memory_mb, compute_step_need
 from ostinato.launch.engine import new_engine
-from ostinato.launch.inputs import RunInputs, longest_answer
+from ostinato.launch.inputs import RunInputs, find_longest_answer
 from ostinato.launch.loop import RunComponents
-from ostinato.launch.machine import device_of
+from ostinato.launch.machine import choose_device
 from ostinato.launch.models import load_decoder
 from ostinato.launch.ranks import open_trainer
 from ostinato.model.decoder import Decoder
@@ -49,7 +49,7 @@ def open_base(recipes: Sequence[Recipe], threads: Threads, relay: SignalRelay) -
     """Yield the base of ``recipes``, which share [model] and [engine], with an engine that has the slots and
     the KV cache of all. Raises ValueError for a model on a GPU, where a row depends on its batch."""
     first = recipes[0]
-    if (device := device_of(first.model)) != "cpu":
+    if (device := choose_device(first.model)) != "cpu":
         raise ValueError(f'runs side by side are for a CPU, and model.device is {device}; use "cpu"')
     folder = find_model_folder(first.model.path)
     renderer = Renderer(folder)
@@ -75,8 +75,12 @@ def _join_engines(recipes: Sequence[Recipe], decoder: Decoder, renderer: Rendere
     engine = recipes[0].engine
     changes: dict[str, Any] = {"max_batch": engine.max_batch * len(recipes)}
     if engine.kv_memory_mb == "auto":
-        needs = [step_need(recipe, longest_answer(recipe.rollout, renderer)[0]) for recipe in recipes]
-        sizes = (kv_memory_mb(recipe, decoder, need) for recipe, need in zip(recipes, needs, strict=True))
+        needs = [
+            compute_step_need(recipe, find_longest_answer(recipe.rollout, renderer)[0]) for recipe in recipes
+        ]
+        sizes = (
+            choose_kv_memory_mb(recipe, decoder, need) for recipe, need in zip(recipes, needs, strict=True)
+        )
         changes["kv_memory_mb"] = sum(sizes)
     return recipes[0].model_copy(update={"engine": engine.model_copy(update=changes)})
 

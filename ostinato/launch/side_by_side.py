@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from ostinato.config import Recipe, check_files
 from ostinato.launch.machine import configure_threads, resolve_auto
-from ostinato.launch.session import WORKERS, Outcome, new_folder, run_session
+from ostinato.launch.session import WORKERS, Outcome, open_new_folder, run_session
 from ostinato.pipeline.signals import SignalRelay
 from ostinato.terminal import Screen, announce_work
 
@@ -92,7 +92,7 @@ def learn_side_by_side(
     from ostinato.launch.shared_base import open_base
 
     with contextlib.ExitStack() as stack:
-        folders = [stack.enter_context(new_folder(recipe)) for recipe in recipes]
+        folders = [stack.enter_context(open_new_folder(recipe)) for recipe in recipes]
         relay = stack.enter_context(SignalRelay())
         with announce_work("loading the model that the runs share"):
             base = stack.enter_context(open_base(recipes, threads, relay))

@@ -95,7 +95,7 @@ def test_a_publish_is_served_from_the_next_request_on_and_damage_is_said(made: M
         assert at.served.policies is not None
         before = ask(at, "one")
         running = pool.submit(ask, at, "one", max_tokens=400, ignore_eos=True)
-        until(lambda: at.served.service.under_way == 1)
+        until(lambda: at.served.service.num_sequences == 1)
         made.catalog.publish("", "one", made.sources[1])
         at.served.policies.refresh()
         after = ask(at, "one")
@@ -160,7 +160,7 @@ def test_a_key_reads_nothing_of_another_key_and_takes_nothing_from_it(made: Made
         # slowing: bob's share of sequences is used up, ann's is not
         long = {"max_tokens": 900, "ignore_eos": True}
         running = [pool.submit(ask, at, "many4", bob, **long) for _ in range(3)]
-        until(lambda: at.served.service.under_way == 3)
+        until(lambda: at.served.service.num_sequences == 3)
         refused = ask(at, MODEL, bob)
         assert refused.status_code == 429 and "quota of 3" in refused.text
         assert text_of(ask(at, "secret", ann)) == first

@@ -94,7 +94,7 @@ def test_ctrl_c_while_a_session_begins_says_where_the_run_is(
             raise stated
 
         monkeypatch.setattr(session, "_run_session", fake)
-        session._train(recipe, tmp_path / "run", Console(quiet=True), workers="", on_step=None)
+        session.run_session(recipe, tmp_path / "run", Console(quiet=True), workers="", on_step=None)
 
     with pytest.raises(KeyboardInterrupt, match="ostinato resume"):
         ends(KeyboardInterrupt())
@@ -231,5 +231,5 @@ def test_learn_says_what_the_command_says(
     monkeypatch.setattr(logging.getLogger(), "handlers", [])  # as in a script
     monkeypatch.setattr(logging.getLogger("ostinato"), "level", logging.NOTSET)
     monkeypatch.setattr(session, "_run_session", log)
-    session._train(Recipe(), tmp_path / "run", Screen(quiet=quiet), workers="", on_step=None)
+    session.run_session(Recipe(), tmp_path / "run", Screen(quiet=quiet), workers="", on_step=None)
     assert capsys.readouterr().out == said

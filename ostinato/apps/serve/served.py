@@ -161,7 +161,7 @@ def _open_policies(
     load = partial(map_policy, decoder=engine.decoder, fingerprint=fingerprint)
     with contextlib.closing(open_catalog(serving.catalog)) as catalog:
         stored = CatalogPolicies(catalog, thread, load, serving.catalog_mb << 20)
-        metrics.show("catalog_requests", "Policies of the catalog", OUTCOMES, stored.counts.__getitem__)
+        metrics.add_counts("catalog_requests", "Policies of the catalog", OUTCOMES, stored.counts.__getitem__)
         yield stored
 
 

@@ -328,9 +328,9 @@ class Service:
                 "send fewer prompts",
                 param="prompt",
             )
-        if self.under_way + count > self.limits.sequences:
+        if self.num_sequences + count > self.limits.sequences:
             raise make_rate_error(
-                f"{self.under_way} sequences are under way, and this server takes {self.limits.sequences}; "
+                f"{self.num_sequences} sequences are under way, and this server takes {self.limits.sequences}; "
                 "try again later"
             )
 
