@@ -1,4 +1,4 @@
-"""``ostinato bench serve --catalog``: many clients at a server with a catalog, by Zipf's law, while one of the
+"""``ostinato bench serve --catalog``: clients at a server with a catalog, by Zipf's law, while one of the
 policies is published again and again; then as many clients at one policy. Each answer is compared with what
 an engine that has its policy alone says, from factors that were never on a disk.
 """
