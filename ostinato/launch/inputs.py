@@ -35,7 +35,7 @@ from ostinato.launch.device_memory import Need, check_room, free_memory, step_ne
 from ostinato.launch.engine import shares
 from ostinato.launch.graders import new_grader
 from ostinato.launch.machine import device_of
-from ostinato.launch.models import load_decoder
+from ostinato.launch.models import Unloaded, divides_transformers, facts_of, load_decoder
 from ostinato.launch.trainer import check_teacher
 from ostinato.model.config import read_config
 from ostinato.model.decoder import Decoder
@@ -91,7 +91,7 @@ class RunInputs:
             self.agents.close()
 
 
-def prepare(recipe: Recipe, *, training: bool, decoder: Decoder | None = None) -> RunInputs:
+def prepare(recipe: Recipe, *, training: bool, decoder: Any = None) -> RunInputs:
     """Load and check what the recipe names; the result is a context that ends the reward workers.
     ``decoder``: the model if it is loaded already."""
     algorithm = check(recipe)
@@ -107,7 +107,11 @@ def prepare(recipe: Recipe, *, training: bool, decoder: Decoder | None = None) -
     if free is not None and recipe.model.backend == "native":
         check_room(recipe, read_config(folder), free)
     if decoder is None:
-        decoder = load_decoder(recipe.model, folder, shared=training and shares(recipe))
+        decoder = (
+            Unloaded(config=facts_of(recipe.model, folder))
+            if training and divides_transformers(recipe)
+            else load_decoder(recipe.model, folder, shared=training and shares(recipe))
+        )
     tools, too_long = load_tools(recipe.task), set[int]()
     for name, rows in of_tasks([row for prompts in (train, *scored.values()) for row in prompts]).items():
         check_columns(recipe.judges(name), rows)

@@ -28,7 +28,7 @@ from ostinato.workers.process import end_with_parent
 
 if TYPE_CHECKING:
     from ostinato.launch.inputs import RunInputs
-    from ostinato.parallel.ranks import Local, Ready
+    from ostinato.parallel.ranks import Local, Ready, ShardedTrainer
     from ostinato.protocols import RestorableTrainer
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,8 @@ def follow(place: Place, *, child: bool = False) -> int:
         end_with_parent(_exit_lost)
     choose_interface(place, os.environ)
     from ostinato.algo.routing import Misaligned
-    from ostinato.launch.trainer import new_sharded_trainer
+    from ostinato.launch.models import divides_transformers
+    from ostinato.launch.trainer import new_sampling_rank, new_sharded_trainer
     from ostinato.parallel.ranks import follow_calls
     from ostinato.workers.remote import WorkerLost
 
@@ -60,6 +61,8 @@ def follow(place: Place, *, child: bool = False) -> int:
 
         recipe = Recipe.parse(tomllib.loads(text))
         _choose_gpu(recipe.model, place)
+        if divides_transformers(recipe):
+            return new_sampling_rank(recipe, place.rank, ready=ready)
         return new_sharded_trainer(recipe, place.rank, ready=ready)
 
     try:
@@ -80,18 +83,21 @@ def _exit_lost(sentence: str) -> None:
 
 
 @contextlib.contextmanager
-def sharded_trainer(inputs: RunInputs, folder: Path) -> Iterator[RestorableTrainer]:
-    """Yield the trainer over all ranks of ``parallel.layout``. ``folder``: of the run.
+def sharded_trainer(inputs: RunInputs, folder: Path) -> Iterator[tuple[ShardedTrainer, Local]]:
+    """Yield (the trainer over all ranks of ``parallel.layout``, this rank's part). ``folder``: of the run.
 
     Raises ValueError in a process that is not rank 0, and RunFailed where ranks do not start.
     """
     from ostinato.algo.routing import Misaligned
-    from ostinato.launch.trainer import new_sharded_trainer, save_refused
+    from ostinato.launch.machine import device_of
+    from ostinato.launch.models import divides_transformers
+    from ostinato.launch.trainer import new_sampling_rank, new_sharded_trainer, save_refused
     from ostinato.parallel.ranks import Terms, keep_store, lead, meet
     from ostinato.workers.remote import WorkerLost
 
     recipe, layout = inputs.recipe, Layout.parse(inputs.recipe.parallel.layout)
-    layout.refuse(inputs.decoder.config)
+    if not divides_transformers(recipe):  # there the model is refused when it is loaded
+        layout.refuse(inputs.decoder.config)
     place = Place.of(os.environ)
     if place is not None and place.rank:
         raise ValueError(
@@ -110,20 +116,25 @@ def sharded_trainer(inputs: RunInputs, folder: Path) -> Iterator[RestorableTrain
             choose_interface(place, os.environ)
             logger.info(f"ranks        {layout.world} of layout {layout}, {location}")
             terms = Terms(
-                backend=backend(recipe.parallel, inputs.decoder.device.type),
+                backend=backend(recipe.parallel, device_of(recipe.model).partition(":")[0]),
                 timeout_s=recipe.parallel.timeout_s,
                 recipe=dump_toml(recipe),
             )
             refused = save_refused(folder / "refused")
+            parts: list[Local] = []
 
             def new_local(ready: Ready) -> Local:
                 _choose_gpu(recipe.model, place)
-                return new_sharded_trainer(recipe, 0, inputs.decoder, refused, ready)
+                if divides_transformers(recipe):
+                    parts.append(new_sampling_rank(recipe, 0, refused, ready))
+                else:
+                    parts.append(new_sharded_trainer(recipe, 0, inputs.decoder, refused, ready))
+                return parts[0]
 
             trainer = stack.enter_context(lead(place, store, terms, new_local, find_ended, (Misaligned,)))
         except WorkerLost as error:
             raise RunFailed(f"the ranks of {layout} could not begin: {error}") from error
-        yield trainer
+        yield trainer, parts[0]
 
 
 @contextlib.contextmanager
@@ -136,7 +147,7 @@ def open_trainer(
 
     recipe, decoder = inputs.recipe, inputs.decoder
     if recipe.parallel.sharded:
-        with sharded_trainer(inputs, folder) as trainer:
+        with sharded_trainer(inputs, folder) as (trainer, _):
             yield trainer
         return
     adapters = new_adapters(recipe, decoder)
