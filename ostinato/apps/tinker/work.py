@@ -47,6 +47,7 @@ SAMPLER, CHECKPOINT = "sampler", "checkpoint"
 KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 LIMIT_S = 7 * 24 * 3600.0  # of a sample; a client that gives up cancels earlier
+MODELS_BYTES = 4 << 30  # of models in memory
 log = logging.getLogger(__name__)
 TOP = 64  # top tokens per position, at most
 
@@ -67,10 +68,16 @@ class Work:
     """Runs requests for one base model. Checkpoints, snapshots and run folders are in ``folder``."""
 
     def __init__(
-        self, thread: EngineThread[LocalEngine], base: Base, registry: Registry, folder: Path, start: Start
+        self,
+        thread: EngineThread[LocalEngine],
+        base: Base,
+        registry: Registry,
+        folder: Path,
+        start: Start,
+        models_bytes: int = MODELS_BYTES,
     ) -> None:
         self.base, self._thread, self._registry, self._folder = base, thread, registry, folder
-        self.models = Models(thread, base, registry, folder, self.folder_of, start)
+        self.models = Models(thread, base, registry, folder, self.folder_of, start, models_bytes)
         self.samplers = Samplers(thread, base)
         self._handlers: dict[str, Callable[[Stored], Awaitable[Result]]] = {
             "create_model": self._create,
@@ -108,56 +115,57 @@ class Work:
 
     async def _save(self, stored: Stored) -> Result:
         body = parse_body(SaveBody, stored.body or b"")
-        model = await self.models.get(stored.owner)
-        spec = model.trained.adapters.spec
+        async with self.models.hold(stored.owner) as model:
+            spec = model.trained.adapters.spec
 
-        def write(folder: Path) -> None:
-            (folder / "spec.json").write_text(json.dumps(asdict(spec)))
-            checkpoint = Checkpoint(
-                step=model.trained.steps,
-                tensors=model.trained.tensors(),
-                state={"steps": model.trained.steps},
-                identity=identity(self.base, spec),
-            )
-            save_checkpoint(folder, checkpoint)
+            def write(folder: Path) -> None:
+                (folder / "spec.json").write_text(json.dumps(asdict(spec)))
+                checkpoint = Checkpoint(
+                    step=model.trained.steps,
+                    tensors=model.trained.tensors(),
+                    state={"steps": model.trained.steps},
+                    identity=identity(self.base, spec),
+                )
+                save_checkpoint(folder, checkpoint)
 
-        path = await self._write(stored, body, "weights", write)
-        return Result.of({"path": path, "type": "save_weights"})
+            path = await self._write(stored, body, "weights", write)
+            return Result.of({"path": path, "type": "save_weights"})
 
     async def _save_for_sampler(self, stored: Stored) -> Result:
         body = parse_body(SaveBody, stored.body or b"")
-        model = await self.models.get(stored.owner)
-        kind = {"type": "save_weights_for_sampler"}
-        if body.path is not None:
-            path = await self._write(stored, body, "sampler_weights", self._writer(model.trained.adapters))
-            return Result.of({"path": path, **kind})
-        session = self._registry.require(MODEL, stored.owner)["session"]
-        id = f"{session}:sample:{body.sampling_session_seq_id}"
-        is_shared = body.kind == "inflight"
-        policy = f"{stored.owner}:inflight" if is_shared else id
-        folder = self._folder / "samplers" / slug(policy)
-        await self._thread.call(
-            lambda _: _replace_folder(folder, self._writer(model.trained.adapters, peft=False))
-        )
-        await self.samplers.publish(policy, model.trained.adapters, model.trained.steps)
-        document = {
-            "policy": policy,
-            "folder": self._to_relative(folder),
-            "path": None,
-            "model": stored.owner,
-        }
-        document["steps"] = model.trained.steps
-        self._registry.put(SAMPLER, id, document, owner=session)
-        return Result.of({"sampling_session_id": id, **kind})
+        async with self.models.hold(stored.owner) as model:
+            kind = {"type": "save_weights_for_sampler"}
+            if body.path is not None:
+                write = self._writer(model.trained.adapters)
+                path = await self._write(stored, body, "sampler_weights", write)
+                return Result.of({"path": path, **kind})
+            session = self._registry.require(MODEL, stored.owner)["session"]
+            id = f"{session}:sample:{body.sampling_session_seq_id}"
+            is_shared = body.kind == "inflight"
+            policy = f"{stored.owner}:inflight" if is_shared else id
+            folder = self._folder / "samplers" / slug(policy)
+            await self._thread.call(
+                lambda _: _replace_folder(folder, self._writer(model.trained.adapters, peft=False))
+            )
+            await self.samplers.publish(policy, model.trained.adapters, model.trained.steps)
+            document = {
+                "policy": policy,
+                "folder": self._to_relative(folder),
+                "path": None,
+                "model": stored.owner,
+            }
+            document["steps"] = model.trained.steps
+            self._registry.put(SAMPLER, id, document, owner=session)
+            return Result.of({"sampling_session_id": id, **kind})
 
     async def _save_external(self, stored: Stored) -> Result:
         body = parse_body(SaveBody, stored.body or b"")
         if body.age_encryption_recipients:
             raise UserError("age_encryption_recipients are not supported; files are on your own disk")
-        model = await self.models.get(stored.owner)
-        path = await self._write(stored, body, "external_weights", self._writer(model.trained.adapters))
-        size = self._registry.require(CHECKPOINT, path)["size"]
-        return Result.of({"path": path, "size_bytes": size, "type": "save_weights_external"})
+        async with self.models.hold(stored.owner) as model:
+            path = await self._write(stored, body, "external_weights", self._writer(model.trained.adapters))
+            size = self._registry.require(CHECKPOINT, path)["size"]
+            return Result.of({"path": path, "size_bytes": size, "type": "save_weights_external"})
 
     def _writer(self, adapters: Adapters, *, peft: bool = True) -> Callable[[Path], None]:
         """Return what writes adapters into a folder; without ``peft`` in our form alone, which is smaller."""
@@ -344,10 +352,12 @@ class Workshop:
 
 
 @contextlib.contextmanager
-def open_work(target: str, overrides: tuple[str, ...], state: Path, name: str = "") -> Iterator[Workshop]:
+def open_work(
+    target: str, overrides: tuple[str, ...], state: Path, name: str = "", models_bytes: int = MODELS_BYTES
+) -> Iterator[Workshop]:
     """Open the work of a model, a recipe or a run's base; models and checkpoints of clients are kept in
     ``state``. ``name`` is the clients' name for the base; "": its folder or hub name, which they may always
-    use, as they may use ``target``.
+    use, as they may use ``target``. ``models_bytes``: of models in memory; idle ones are saved and freed.
 
     Raises ValueError for a target that cannot be trained, and for a folder that another process uses.
     """
@@ -370,7 +380,8 @@ def open_work(target: str, overrides: tuple[str, ...], state: Path, name: str = 
         contextlib.closing(EngineThread(make)) as thread,
     ):
         ((policy, engine),) = loads
-        work = Work(thread, _make_base(target, policy, engine, name), registry, state, record_start)
+        base = _make_base(target, policy, engine, name)
+        work = Work(thread, base, registry, state, record_start, models_bytes)
         yield Workshop(work=work, registry=registry)
 
 
