@@ -16,6 +16,11 @@ BENCHES = {
     "weights": ("weights:WeightsBeside", "engine.weights side by side (decode --weights)"),
     "products": ("products:Products", "matrix products of our kernels and of torch"),
     "serve": ("serve:Serve", "streaming clients at our server and at vLLM's: tokens per second, latencies"),
+    "serve-catalog": (
+        "serve_catalog:ServeCatalog",
+        "clients at many policies (serve --catalog)",
+    ),
+    "catalog": ("catalog:CatalogBench", "a catalog of 100,000 policies: memory, look-ups, loads, leaks"),
     "train": ("train:Train", "seconds of a GRPO step: ostinato, and TRL in its fastest setting"),
     "train-sft": ("train_sft:TrainSft", "tokens per second of SFT, and TRL's SFTTrainer (train --sft)"),
     "race": ("race.bench:Race", "a race to equal score against TRL: seconds, FLOPs and memory to get there"),
@@ -31,6 +36,7 @@ BENCHES = {
 INSTEAD = {
     ("decode", "--weights"): "weights",
     ("train", "--sft"): "train-sft",
+    ("serve", "--catalog"): "serve-catalog",
 }
 OF_PROCESSES = {"serve", "quickstart", "race", "faults", "kills", "scaling", "readme"}  # no threads needed
 

@@ -285,6 +285,9 @@ def tinker(
     allowed_hosts: Hosts = None,
     origins: Origins = None,
     state: Annotated[Path, typer.Option(help="Where what clients make is kept.")] = Path("runs/tinker"),
+    models_mb: Annotated[
+        int, typer.Option(min=1, help="Of models in memory; idle ones are saved and freed.")
+    ] = 4096,
     name: Annotated[
         str, typer.Option(help="What clients call the base, beside its path; e.g. meta-llama/Llama-3.2-1B.")
     ] = "",
@@ -295,7 +298,7 @@ def tinker(
 
     allowed = make_access(allowed_hosts, origins)
     where = Address(host=host, port=port, key=api_key, access=allowed, drain_s=3.0)
-    command(target, overrides or [], where, state, name)
+    command(target, overrides or [], where, state, name, models_mb)
 
 
 @app.command("memory", **PASSED_ON)

@@ -112,8 +112,11 @@ class TransformersModel:
 
     def logits(self, hidden: Tensor, *, ops: Ops = TORCH_OPS) -> Tensor:
         """Compute logits [R, V] of hidden states [R, D], with the soft cap and the factor of the family."""
+        return self._apply_head_rule(self._head(hidden))
+
+    def _apply_head_rule(self, logits: Tensor) -> Tensor:
+        """Return ``logits``, the products of the head, with factor and soft cap."""
         factor, cap = self._head_rule
-        logits = self._head(hidden)
         if factor != 1.0:
             logits = logits * factor
         return logits if cap is None else torch.tanh(logits / cap) * cap
@@ -298,7 +301,9 @@ class TransformersModel:
         tokens = _draw_tokens(self.config.vocab_size, 12).to(self.device)
         positions = torch.arange(12, device=self.device)
         hidden, _ = self._run(tokens, positions, None, None, None, recompute=False)
-        expected = self.model(input_ids=tokens[None], position_ids=positions[None], use_cache=False).logits[0]
+        # not a call: a sharded model is gathered layer by layer, without its outermost hooks
+        out = self.model.forward(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
+        expected = out.logits[0]
         cap = getattr(text_config, "final_logit_softcapping", None)
         scales = [
             float(value)
@@ -307,7 +312,9 @@ class TransformersModel:
         ]
         for factor in (1.0, *scales, *(1.0 / scale for scale in scales)):
             self._head_rule = (factor, cap)
-            if _measure_difference(self.logits(hidden), expected) < _choose_bound(self.dtype):
+            if _measure_difference(self._apply_head_rule(self._head(hidden)), expected) < _choose_bound(
+                self.dtype
+            ):
                 return self._head_rule
         raise ValueError(
             f"the logits of {self.config.model_type} do not follow from its last states by its head, a factor"
@@ -359,7 +366,7 @@ def _can_pad(model: Any, vocab_size: int) -> bool:
         positions, mask = (places - padding).clamp_min(0), (places >= padding).long()
         rows, cache = [], None
         for start, end in ((0, ids.shape[1] - 1), (ids.shape[1] - 1, ids.shape[1])):
-            out = model(
+            out = model.forward(
                 input_ids=ids[:, start:end],
                 position_ids=positions[:, start:end],
                 attention_mask=mask[:, :end] if padding else None,
@@ -382,15 +389,20 @@ def _compute_update(lora: Lora, site: Site) -> Tensor:
     return update.mT if site.transposed else update
 
 
-def _find_routers(model: nn.Module, text_config: Any) -> Replay | None:
-    """Attach a replay to the routers of a mixture; None for a dense model, or if no router is observed.
-    Raises ValueError for an unsupported router."""
+def is_mixture(model: nn.Module, text_config: Any) -> bool:
+    """Return whether the model has experts."""
     counts = [
         getattr(text_config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")
     ]
-    if not any(isinstance(count, int) and count > 1 for count in counts) and not any(
+    return any(isinstance(count, int) and count > 1 for count in counts) or any(
         "expert" in type(part).__name__.lower() for part in model.modules()
-    ):
+    )
+
+
+def _find_routers(model: nn.Module, text_config: Any) -> Replay | None:
+    """Attach a replay to the routers of a mixture; None for a dense model, or if no router is observed.
+    Raises ValueError for an unsupported router."""
+    if not is_mixture(model, text_config):
         return None
     try:
         return attach_replay(model)
@@ -419,11 +431,17 @@ def _choose_bound(dtype: torch.dtype) -> float:
 def load_transformers(folder: Path, *, dtype: torch.dtype, device: str) -> TransformersModel:
     """Load the model in ``folder``. Raises ValueError, in one sentence, for one that transformers cannot load
     by its own code, and for one that cannot be trained exactly."""
+    return TransformersModel(torch.nn.Module.to(load_checked(folder, dtype=dtype), device))
+
+
+def load_checked(folder: Path, *, dtype: torch.dtype, **options: Any) -> Any:
+    """Load the model of transformers in ``folder``, with more ``options`` of ``from_pretrained``. Raises
+    ValueError for one that transformers cannot load by its own code, and for missing tensors."""
     try:
         from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
     except ImportError as error:
         raise ValueError(MISSING) from error
-    options: dict[str, Any] = {"dtype": dtype, "output_loading_info": True}
+    options |= {"dtype": dtype, "output_loading_info": True}
     try:
         config: Any = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         raw = config.to_dict()
@@ -447,4 +465,4 @@ def load_transformers(folder: Path, *, dtype: torch.dtype, device: str) -> Trans
             f"{folder} lacks {len(missing)} tensors of {type(model).__name__}, the first is {missing[0]}; "
             "download the model again"
         )
-    return TransformersModel(torch.nn.Module.to(model, device))
+    return model

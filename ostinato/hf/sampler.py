@@ -229,7 +229,7 @@ class TransformersEngine:
         ids, positions, mask = make_inputs(rows, only_last=wave.cache is not None)
         ids = ids.to(model.device)
         with model.using(factors), model.record_routing() as tape:
-            out = model.model(
+            out = model.model.forward(
                 input_ids=ids,
                 position_ids=positions.to(model.device),
                 attention_mask=None if mask is None else mask.to(model.device),

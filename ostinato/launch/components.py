@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ostinato.engine.local import LocalEngine
 from ostinato.engine.vllm_proof import Verdict
+from ostinato.hf.ranks_sampler import RanksEngine
 from ostinato.launch.device_memory import free_cached_memory, lends_memory, take_gpu_figures
 from ostinato.launch.drafts import Memory
 from ostinato.launch.engine import new_any_engine, open_vllm_engine
 from ostinato.launch.inputs import RunInputs, compute_rollout_need, new_episode_factory
 from ostinato.launch.loop import RunComponents
+from ostinato.launch.models import divides_transformers
 from ostinato.launch.ranks import open_trainer
+from ostinato.launch.trainer import SamplingRank
 from ostinato.protocols import RestorableTrainer
 from ostinato.rollout.rollout import start_env
 from ostinato.types import Batch, StepReport
@@ -45,6 +49,10 @@ def open_components(
         with open_cluster(inputs, folder, memory, workers) as opened:
             yield opened
         return
+    if divides_transformers(inputs.recipe):
+        with _train_divided(inputs, folder) as opened:
+            yield opened
+        return
     recipe, decoder = inputs.recipe, inputs.decoder
     with contextlib.ExitStack() as stack:
         trainer = stack.enter_context(open_trainer(inputs, folder))
@@ -68,6 +76,26 @@ def open_components(
                 memory=memory,
                 drafting=drafting,
                 extra_metrics=lambda: take_gpu_figures(decoder),
+                tokens_sampled=lambda: engine.counters.decoded + engine.counters.prefilled,
+                span_sources=(engine,),
+            ),
+        )
+
+
+@contextlib.contextmanager
+def _train_divided(inputs: RunInputs, folder: Path) -> Iterator[tuple[RunInputs, RunComponents]]:
+    """Yield components over ranks that each train and sample with their part of a model of transformers, and
+    inputs with this rank's part as the decoder."""
+    with open_sharded_trainer(inputs, folder) as (trainer, local):
+        assert isinstance(local, SamplingRank)
+        engine = RanksEngine(local.sampler, trainer.call_all)
+        model: Any = local.sampler.decoder
+        yield (
+            replace(inputs, decoder=model),
+            RunComponents(
+                trainer=trainer,
+                engine=engine,
+                extra_metrics=lambda: take_gpu_figures(model),
                 tokens_sampled=lambda: engine.counters.decoded + engine.counters.prefilled,
                 span_sources=(engine,),
             ),

@@ -35,7 +35,7 @@ from ostinato.launch.device_memory import Need, check_room, compute_step_need, m
 from ostinato.launch.engine import shares_base
 from ostinato.launch.graders import new_grader
 from ostinato.launch.machine import choose_device
-from ostinato.launch.models import load_decoder
+from ostinato.launch.models import Unloaded, divides_transformers, load_decoder, read_facts
 from ostinato.launch.trainer import check_teacher
 from ostinato.model.config import read_config
 from ostinato.model.decoder import Decoder
@@ -91,7 +91,7 @@ class RunInputs:
             self.agents.close()
 
 
-def prepare_inputs(recipe: Recipe, *, training: bool, base: Decoder | None = None) -> RunInputs:
+def prepare_inputs(recipe: Recipe, *, training: bool, base: Any = None) -> RunInputs:
     """Load and check what the recipe names: model, prompts, tools, rewards, agents. Starts MCP servers,
     the processes of the grader, and the server of agents. Calls every reward once and takes one step in each
     task's own environment, to try them. The result is a context that ends the grader and the agents' server.
@@ -112,7 +112,13 @@ def prepare_inputs(recipe: Recipe, *, training: bool, base: Decoder | None = Non
     )
     if free is not None and recipe.model.backend == "native":
         check_room(recipe, read_config(folder), free)
-    decoder = base or load_decoder(recipe.model, folder, shared=training and shares_base(recipe))
+    decoder = base
+    if decoder is None:
+        decoder = (
+            Unloaded(config=read_facts(recipe.model, folder))
+            if training and divides_transformers(recipe)
+            else load_decoder(recipe.model, folder, shared=training and shares_base(recipe))
+        )
     tools, too_long = load_tools(recipe.task), set[int]()
     for name, rows in group_by_task(
         [row for prompts in (train, *scored.values()) for row in prompts]

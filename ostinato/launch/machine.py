@@ -193,7 +193,14 @@ def check_transformers(recipe: Recipe) -> None:
     model, engine = recipe.model, recipe.engine
     unsupported = {
         'adapter.kind "full"': (recipe.adapter.kind == "full", 'set it to "lora"'),
-        f'parallel.layout "{recipe.parallel.layout}"': (recipe.parallel.sharded, "leave it empty"),
+        f'parallel.layout "{recipe.parallel.layout}"': (
+            not _divides_data(recipe.parallel.layout),
+            "use d2f2, d4f4 or alike (n data ranks, each with a part of the model), or leave it empty",
+        ),
+        "pipeline.overlap true and a parallel.layout": (
+            recipe.parallel.sharded and recipe.pipeline.overlap,
+            "set it to false",
+        ),
         f"cluster.samplers {recipe.cluster.samplers}": (recipe.cluster.samplers > 0, "set it to 0"),
         f'engine.backend "{engine.backend}"': (engine.backend != "local", 'set it to "local"'),
         f'engine.weights "{engine.weights}"': (engine.weights != "model", 'set it to "model"'),
@@ -204,6 +211,14 @@ def check_transformers(recipe: Recipe) -> None:
     for setting, (is_set, fix) in unsupported.items():
         if is_set:
             raise ValueError(f'model.backend is "transformers", which does not go with {setting}; {fix}')
+
+
+def _divides_data(text: str) -> bool:
+    """Whether a layout is one rank, or n data ranks with 1 / n of the weights each."""
+    from ostinato.parallel.layout import Layout
+
+    layout = Layout.parse(text)
+    return layout == Layout(data=layout.data, shard=layout.data)
 
 
 def resolve_auto(recipe: Recipe, *, run: Path | None = None, warn: bool = False) -> Recipe:

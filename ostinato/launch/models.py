@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +55,18 @@ def load_decoder(
     return load_model(
         folder, dtype=dtype, device=device, storage=storage, fp32_head=section.fp32_head, share=share
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unloaded:
+    """In the place of a model of which every rank will load its part."""
+
+    config: Facts
+
+
+def divides_transformers(recipe: Recipe) -> bool:
+    """Whether the ranks of a run each have a part of a model of transformers, and no process the whole."""
+    return recipe.model.backend == "transformers" and recipe.parallel.sharded
 
 
 def read_facts(section: ModelSection, folder: Path) -> Facts:

@@ -22,11 +22,13 @@ from ostinato.run import Jsonl
 from ostinato.types import Prompt, Request, Sampling, Stop
 
 if TYPE_CHECKING:
+    import torch
+
     from ostinato.engine.runner import ServedPolicy
     from ostinato.launch.engine import AnyEngine
     from ostinato.launch.policy import Policy
     from ostinato.model.base import Base
-    from ostinato.model.decoder import Decoder
+    from ostinato.model.config import ModelConfig
     from ostinato.model.lora import Adapters
     from ostinato.render import Renderer
     from ostinato.run import RunFolder
@@ -108,9 +110,11 @@ def load_adapter(path: str, decoder: Base) -> tuple[int, Adapters, RunFolder | N
     return step, adapters, run
 
 
-def map_policy(path: Path, decoder: Decoder, fingerprint: str) -> ServedPolicy:
+def map_policy(
+    path: Path, config: ModelConfig, fingerprint: str, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> ServedPolicy:
     """The adapter in a file of ours, prepared for passes without a copy: what an engine serves when
-    ``load_adapter`` of its folder is published. ``fingerprint``: of the base. The file must not change.
+    ``load_adapter`` of its folder is published. The others: of the base. The file must not change.
 
     Raises ValueError for another base and for a damaged file, NotFinite, and OSError.
     """
@@ -120,9 +124,9 @@ def map_policy(path: Path, decoder: Decoder, fingerprint: str) -> ServedPolicy:
 
     saved = map_saved(path)
     saved.check_base(fingerprint)
-    adapters = unpack_adapters(PackedAdapters(spec=saved.spec, factors=saved.tensors), decoder.config)
+    adapters = unpack_adapters(PackedAdapters(spec=saved.spec, factors=saved.tensors), config)
     assert adapters is not None
-    return prepare_policy(adapters.to(decoder.device), decoder.dtype)
+    return prepare_policy(adapters.to(device), dtype)
 
 
 def load_newest_adapters(run: RunFolder, decoder: Base) -> tuple[int, Adapters]:

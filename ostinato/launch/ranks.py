@@ -27,7 +27,7 @@ from ostinato.workers.process import end_with_parent
 
 if TYPE_CHECKING:
     from ostinato.launch.inputs import RunInputs
-    from ostinato.parallel.ranks import Local, Ready
+    from ostinato.parallel.ranks import Local, Ready, ShardedTrainer
     from ostinato.protocols import RestorableTrainer
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,8 @@ def follow_run(place: Place, *, child: bool = False) -> int:
         end_with_parent(_exit_lost)
     choose_interface(place, os.environ)
     from ostinato.algo.routing import Misaligned
-    from ostinato.launch.trainer import new_sharded_trainer
+    from ostinato.launch.models import divides_transformers
+    from ostinato.launch.trainer import new_sampling_rank, new_sharded_trainer
     from ostinato.parallel.ranks import follow_calls
     from ostinato.workers.remote import WorkerLost
 
@@ -60,6 +61,8 @@ def follow_run(place: Place, *, child: bool = False) -> int:
 
         recipe = Recipe.parse(tomllib.loads(text))
         _choose_gpu(recipe.model, place)
+        if divides_transformers(recipe):
+            return new_sampling_rank(recipe, place.rank, ready=ready)
         return new_sharded_trainer(recipe, place.rank, ready=ready)
 
     try:
@@ -80,20 +83,24 @@ def _exit_lost(sentence: str) -> None:
 
 
 @contextlib.contextmanager
-def open_sharded_trainer(inputs: RunInputs, folder: Path) -> Iterator[RestorableTrainer]:
-    """Start the other ranks of ``parallel.layout``, or meet those of torchrun, and yield the trainer over all
-    of them, which ends with the context. ``folder``: of the run.
+def open_sharded_trainer(inputs: RunInputs, folder: Path) -> Iterator[tuple[ShardedTrainer, Local]]:
+    """Start the other ranks of ``parallel.layout``, or meet those of torchrun, and yield (the trainer over all
+    of them, this rank's part), which end with the context. ``folder``: of the run.
+
 
     Raises ValueError in a process that is not rank 0, for a layout that the model does not have, and for a
     backend or GPU that is not there; RunFailed if a rank is lost before all have begun.
     """
     from ostinato.algo.routing import Misaligned
-    from ostinato.launch.trainer import make_refused_saver, new_sharded_trainer
+    from ostinato.launch.machine import choose_device
+    from ostinato.launch.models import divides_transformers
+    from ostinato.launch.trainer import make_refused_saver, new_sampling_rank, new_sharded_trainer
     from ostinato.parallel.ranks import Terms, keep_store, lead, meet
     from ostinato.workers.remote import WorkerLost
 
     recipe, layout = inputs.recipe, Layout.parse(inputs.recipe.parallel.layout)
-    layout.refuse(inputs.decoder.config)
+    if not divides_transformers(recipe):  # there the model is refused when it is loaded
+        layout.refuse(inputs.decoder.config)
     place = Place.of(os.environ)
     if place is not None and place.rank:
         raise ValueError(
@@ -112,20 +119,25 @@ def open_sharded_trainer(inputs: RunInputs, folder: Path) -> Iterator[Restorable
             choose_interface(place, os.environ)
             logger.info(f"ranks        {layout.world} of layout {layout}, {location}")
             terms = Terms(
-                backend=choose_collectives(recipe.parallel, inputs.decoder.device.type),
+                backend=choose_collectives(recipe.parallel, choose_device(recipe.model).partition(":")[0]),
                 timeout_s=recipe.parallel.timeout_s,
                 recipe=dump_toml(recipe),
             )
             refused = make_refused_saver(folder / "refused")
+            parts: list[Local] = []
 
             def new_local(ready: Ready) -> Local:
                 _choose_gpu(recipe.model, place)
-                return new_sharded_trainer(recipe, 0, inputs.decoder, refused, ready)
+                if divides_transformers(recipe):
+                    parts.append(new_sampling_rank(recipe, 0, refused, ready))
+                else:
+                    parts.append(new_sharded_trainer(recipe, 0, inputs.decoder, refused, ready))
+                return parts[0]
 
             trainer = stack.enter_context(lead(place, store, terms, new_local, find_ended, (Misaligned,)))
         except WorkerLost as error:
             raise RunFailed(f"the ranks of {layout} could not begin: {error}") from error
-        yield trainer
+        yield trainer, parts[0]
 
 
 @contextlib.contextmanager
@@ -139,7 +151,7 @@ def open_trainer(
 
     recipe, decoder = inputs.recipe, inputs.decoder
     if recipe.parallel.sharded:
-        with open_sharded_trainer(inputs, folder) as trainer:
+        with open_sharded_trainer(inputs, folder) as (trainer, _):
             yield trainer
         return
     adapters = new_adapters(recipe, decoder)

@@ -9,14 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from ostinato.algo.algorithms import Algorithm
 from ostinato.config import ModelSection, Recipe
 from ostinato.config.sections import TeacherSection
-from ostinato.hf.factors import init_sites, read_folder
+from ostinato.hf.factors import ModuleAdapters, init_sites, read_folder
+from ostinato.hf.fsdp import PieceAdapters, PieceLeaves, load_sharded
 from ostinato.hf.model import TransformersModel
+from ostinato.hf.ranks_sampler import RankSampler
 from ostinato.launch.checks import check_recipe
-from ostinato.launch.engine import choose_training_ops
+from ostinato.launch.engine import choose_training_ops, kernels
 from ostinato.launch.models import load_decoder, make_adapter_spec
 from ostinato.model.base import Base
 from ostinato.model.config import ModelConfig, read_config
@@ -25,12 +28,13 @@ from ostinato.model.lora import Adapters, init_adapters
 from ostinato.model.named import find_model_folder
 from ostinato.model.peft_io import SavedAdapter, load_peft, read_peft
 from ostinato.model.share import Share
-from ostinato.parallel.collectives import Mesh
+from ostinato.parallel.collectives import Collectives, Mesh
 from ostinato.parallel.layout import Layout
 from ostinato.parallel.pieces import fresh_adapters, own_adapters, own_decoders
 from ostinato.parallel.placement import read_placement
 from ostinato.parallel.shares import shares_of
 from ostinato.render import Renderer
+from ostinato.train.fully_sharded import fully_sharded_trainer
 from ostinato.train.layouts import sharded_trainer
 from ostinato.train.teacher import Teacher, local_teacher
 from ostinato.train.teacher_at import TeacherAt
@@ -120,6 +124,50 @@ def new_sharded_trainer(
     if saved is not None:
         saved.check_base(trainer.identity()["base"])
     return trainer
+
+
+class SamplingRank:
+    """A rank of a divided model of transformers: what rank 0 calls of its trainer and its sampler."""
+
+    def __init__(self, trainer: PolicyTrainer, sampler: RankSampler) -> None:
+        self.trainer, self.sampler = trainer, sampler
+        self.step, self.score, self.adapters = trainer.step, trainer.score, trainer.adapters
+        self.tensors, self.restore = trainer.tensors, trainer.restore
+        self.identity, self.counters = trainer.identity, trainer.counters
+        self.sample, self.serve_factors = sampler.sample, sampler.serve_factors
+
+    @property
+    def progress(self) -> float:
+        return self.trainer.progress
+
+
+def new_sampling_rank(
+    recipe: Recipe,
+    rank: int,
+    refused: Callable[[Microbatch], None] | None = None,
+    ready: Callable[[], None] = lambda: None,
+) -> SamplingRank:
+    """Trainer and sampler of rank ``rank`` over its part of a model of transformers; as
+    ``new_sharded_trainer``."""
+    folder, device = model_folder(recipe.model.path), device_of(recipe.model)
+    ready()  # the model needs its groups before it is loaded
+    mesh = Mesh(Layout.parse(recipe.parallel.layout), device, timeout_s=recipe.parallel.timeout_s)
+    links = Collectives(mesh)
+    model = load_sharded(folder, dtype=getattr(torch, recipe.model.dtype), device=device, links=links)
+    whole = new_adapters(recipe, model)
+    assert isinstance(whole, ModuleAdapters)
+    pieces = PieceAdapters.cut(whole, links)
+    settings = _select_settings(recipe, model, refused if rank == 0 else None)
+    leaves = PieceLeaves(pieces, links)
+    trainer = fully_sharded_trainer(links, model, pieces, leaves, check(recipe), **settings)
+    sampler = RankSampler(
+        model,
+        decode=Renderer(folder, template_kwargs=recipe.model.chat_template_kwargs).decode,
+        max_batch=recipe.engine.max_batch,
+        context_limit=model.config.max_positions,
+        kernels=kernels(recipe.engine, model),
+    )
+    return SamplingRank(trainer, sampler)
 
 
 def _shard_adapters(

@@ -349,16 +349,18 @@ def _prepare_layer(adapters: Adapters, layer: int, dtype: torch.dtype) -> LayerL
     """Prepare the factors of one layer: stack those of maps in one matrix, and cast them to ``dtype``."""
     shapes = compute_layer_shapes(adapters.config, layer)
     prefix = f"layers.{layer}."
-    pairs = {name: adapters.tensors[prefix + name] for name in shapes if prefix + name in adapters.tensors}
+    pairs: dict[str, tuple[Tensor, Tensor]] = {}
+    for name in shapes:
+        if prefix + name in adapters.tensors:  # cast before they are stacked, which then moves fewer bytes
+            a, b = adapters.tensors[prefix + name]
+            pairs[name] = a.to(dtype), b.to(dtype)
     is_latent = adapters.config.mla is not None
     layer_lora = LayerLora()
     for slot, members in STACKED.items():
         if slot == ("qkv" if is_latent else "q") or not any(name in pairs for name in members):
             continue
         a, b = _stack_members([(shapes[name][-2], pairs.get(name)) for name in members])
-        setattr(
-            layer_lora, slot, Lora(a.to(dtype), b.to(dtype), adapters.spec.get_scale(prefix + members[0]))
-        )
+        setattr(layer_lora, slot, Lora(a, b, adapters.spec.get_scale(prefix + members[0])))
     if any(name.startswith("experts.") for name in pairs):
         layer_lora.experts = _prepare_experts(adapters, shapes, pairs, prefix, dtype)
     return layer_lora
@@ -372,6 +374,17 @@ def _stack_members(members: list[tuple[int, tuple[Tensor, Tensor] | None]]) -> t
     """
     pairs = [pair for _, pair in members if pair is not None]
     rank, blocks, rank_start = sum(a.shape[-2] for a, _ in pairs), [], 0
+    stacked_a = torch.cat([a for a, _ in pairs], dim=-2)
+    if not any(b.requires_grad for _, b in pairs):  # no gradient has to pass: each value is written once
+        first_b, row = pairs[0][1], 0
+        stacked_b = first_b.new_zeros(*first_b.shape[:-2], sum(out for out, _ in members), rank)
+        for num_outputs, pair in members:
+            if pair is not None:
+                width = pair[1].shape[-1]
+                stacked_b[..., row : row + num_outputs, rank_start : rank_start + width] = pair[1]
+                rank_start += width
+            row += num_outputs
+        return stacked_a, stacked_b
     for num_outputs, pair in members:
         if pair is None:
             blocks.append(pairs[0][1].new_zeros(*pairs[0][1].shape[:-2], num_outputs, rank))
@@ -379,7 +392,7 @@ def _stack_members(members: list[tuple[int, tuple[Tensor, Tensor] | None]]) -> t
         member_rank = pair[1].shape[-1]
         blocks.append(F.pad(pair[1], (rank_start, rank - rank_start - member_rank)))
         rank_start += member_rank
-    return torch.cat([a for a, _ in pairs], dim=-2), torch.cat(blocks, dim=-2)
+    return stacked_a, torch.cat(blocks, dim=-2)
 
 
 def _prepare_experts(

@@ -55,11 +55,16 @@ def save_peft(
 
     Each file is written completely or not at all; other files of the folder stay.
     """
-    facts = {"spec": asdict(adapters.spec), "base": compute_base_fingerprint(decoder), "base_name": base_name}
-    # a single entry: safetensors writes several in random order, and equal runs should give equal files
-    write_tensors(folder / LOGICAL, _move_to_cpu(adapters.state_dict()), {"ostinato": json.dumps(facts)})
+    write_logical(adapters, folder / LOGICAL, compute_base_fingerprint(decoder), base_name)
     if peft:
         write_peft(adapters, folder, base_name)
+
+
+def write_logical(adapters: Adapters, path: Path, fingerprint: str, base_name: str) -> None:
+    """Write only the file that ``map_saved`` reads; ``fingerprint``: of the base, "" if it is not known."""
+    facts = {"spec": asdict(adapters.spec), "base": fingerprint, "base_name": base_name}
+    # a single entry: safetensors writes several in random order, and equal runs should give equal files
+    write_tensors(path, _move_to_cpu(adapters.state_dict()), {"ostinato": json.dumps(facts)})
 
 
 def write_peft(adapters: Adapters, folder: Path, base_name: str = "") -> None:

@@ -11,8 +11,9 @@ as modules (``weights.Block``): hence a function of a block, by the same rules.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -33,12 +34,10 @@ class Pieces:
 
     def take(self, decoder: Decoder) -> None:
         """Keep this rank's pieces of a decoder's matrices only, as parameters of the same names."""
-        num_parts, part_idx = self._links.size("f"), self._links.place("f")
         names = {id(parameter): name for name, parameter in decoder.named_parameters()}
         for block in decoder.blocks:
             for holder, field, matrix in _iterate_matrices(block):
-                padded = F.pad(matrix.detach().flatten(), (0, -matrix.numel() % num_parts))
-                piece_values = padded.view(num_parts, -1)[part_idx].clone()
+                piece_values = cut_piece(matrix.detach(), self._links)
                 piece = nn.Parameter(piece_values, requires_grad=matrix.requires_grad)
                 self._shapes[id(piece)] = matrix.shape
                 path, _, leaf = names[id(matrix)].rpartition(".")
@@ -66,14 +65,24 @@ class Pieces:
 
     def join(self, piece: Tensor, values: Tensor) -> Tensor:
         """``values`` of one piece (its optimizer moments, itself) joined over the ranks, [whole shape]."""
-        shape = self._shapes[id(piece)]
-        return self._links.gather(values, "f")[: shape.numel()].view(shape)
+        return join_piece(values, self._shapes[id(piece)], self._links)
 
     def own(self, piece: Tensor, whole: Tensor) -> Tensor:
         """The inverse of ``join``: a copy of this rank's piece of ``whole``, with zeros behind the end."""
-        num_parts = self._links.size("f")
-        padded = F.pad(whole.flatten(), (0, -whole.numel() % num_parts))
-        return padded.view(num_parts, -1)[self._links.place("f")].clone()
+        return cut_piece(whole, self._links)
+
+
+def cut_piece(whole: Tensor, links: Collectives) -> Tensor:
+    """A flat copy of this rank's piece of ``whole``, with zeros behind the end, so that all are equally
+    long."""
+    num_parts = links.size("f")
+    padded = F.pad(whole.flatten(), (0, -whole.numel() % num_parts))
+    return padded.view(num_parts, -1)[links.place("f")].clone()
+
+
+def join_piece(piece: Tensor, shape: Sequence[int], links: Collectives) -> Tensor:
+    """The whole [shape] of the pieces of all ranks; all call it together."""
+    return links.gather(piece, "f")[: prod(shape)].view(*shape)
 
 
 def _iterate_matrices(

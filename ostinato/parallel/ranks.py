@@ -232,22 +232,22 @@ class ShardedTrainer:
         self.failed = ""  # the reason to refuse calls, after one that raised anything but an answer
 
     def step(self, batch: Batch) -> StepReport:
-        return self._call_all("step", batch)
+        return self.call_all("step", batch)
 
     def score(self, batch: Batch) -> Sequence[Any]:
-        return self._call_all("score", batch)
+        return self.call_all("score", batch)
 
     def adapters(self) -> Any:
-        return self._call_all("adapters")
+        return self.call_all("adapters")
 
     def tensors(self) -> Mapping[str, Any]:
-        return self._call_all("tensors")
+        return self.call_all("tensors")
 
     def restore(self, tensors: Mapping[str, Any], counters: Mapping[str, int]) -> None:
-        self._call_all("restore", dict(tensors), dict(counters))
+        self.call_all("restore", dict(tensors), dict(counters))
 
     def identity(self) -> dict[str, str]:
-        return self._call_all("identity")
+        return self.call_all("identity")
 
     def counters(self) -> Mapping[str, int]:
         return self._local.counters()
@@ -256,7 +256,7 @@ class ShardedTrainer:
     def progress(self) -> float:
         return self._local.progress
 
-    def _call_all(self, name: str, *arguments: Any) -> Any:
+    def call_all(self, name: str, *arguments: Any) -> Any:
         """Call the method ``name`` of all ranks; the result of this one. Raises what the method raises here,
         and WorkerLost if another rank is lost or an earlier call has failed. All but ``answers`` end the
         trainer."""

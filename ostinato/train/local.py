@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ostinato.algo.logprobs import chunked_logprobs, linear_logprobs
+from ostinato.algo.logprobs import Vocabulary, chunked_logprobs, linear_logprobs
 from ostinato.model.base import Base
 from ostinato.model.lora import Adapters, Factors, Prepared
 from ostinato.model.ops import Ops
@@ -35,6 +35,7 @@ T = TypeVar("T", Outcome, Scores)
 class LocalPasses:
     """``train.passes.Passes`` of one process. ``entropy_grad``: the loss needs the entropy's gradient.
     ``reference``: adapters of the reference policy; None: the base.
+    ``vocabulary``: the part of it that the head of ``decoder`` computes, None: the whole.
     ``splits``: a microbatch that does not fit the device is computed by halves, whose losses are added.
     ``between`` is called before every microbatch."""
 
@@ -50,9 +51,11 @@ class LocalPasses:
         entropy_grad: bool,
         splits: bool = True,
         between: Callable[[], None] = lambda: None,
+        vocabulary: Vocabulary | None = None,
     ) -> None:
         self._decoder, self._adapters, self._ops = decoder, adapters, ops
         self._temperature, self._recompute, self._entropy_grad = temperature, recompute, entropy_grad
+        self._vocabulary = vocabulary
         self._splits, self._is_adding, self._reference = splits, False, reference
         self._too_large_rows, self._num_halved, self._between = sys.maxsize, 0, between
         self.progress = 0.0
@@ -186,6 +189,7 @@ class LocalPasses:
             "support": part.source.support,  # what was sampled from, whichever policy is scored
             "temperature": self._temperature,
             "want_entropy": want_entropy,
+            "vocabulary": self._vocabulary,
         }
         if head is None or head.requires_grad:
             return chunked_logprobs(hidden, part.targets, self._decoder.logits, **options)

@@ -82,7 +82,7 @@ def test_each_policy_answers_as_alone_while_others_come_and_go(made: Made) -> No
             answers = [(name, pool.submit(ask, at, name)) for name in order]
             assert all(text_of(answer.result()) == alone[name] for name, answer in answers)
         assert count(at, "evicted") > 6 and count(at, "hit") > 0 and count(at, "refused") == 0
-        policies = at.served.thread._engine.policies.numbers  # pyright: ignore[reportAttributeAccessIssue]
+        policies = at.served.thread.engine.policies.numbers
         assert len(policies) == 1 + count(at, "load") - count(at, "evicted") <= 4
         listed = httpx2.get(f"{at.url}/v1/models").json()["data"]
         assert [row["id"] for row in listed] == [MODEL, *names]

@@ -105,7 +105,7 @@ ARROWS: dict[str, set[str]] = {
     "rollout": {"types", "protocols", "run", "algo"},
     "train": {"types", "config", "protocols", "run", "algo", "model", "parallel", "workers"}
     | {"observe.mismatch", "observe.timeline"},
-    "hf": {"types", "run", "algo", "model", "engine", "observe.timeline"},
+    "hf": {"types", "run", "algo", "model", "engine", "parallel", "observe.timeline"},
     "pipeline": {"types", "protocols", "config", "every", "run", "routes", "algo"}
     | {"model", "history", "rollout", "train", "observe.timeline", "observe.ledger", "observe.stability"}
     | {"observe.stats"},

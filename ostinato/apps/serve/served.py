@@ -157,8 +157,14 @@ def _open_policies(
     engine = policies.engine
     if not isinstance(engine, LocalEngine):
         raise ValueError('--catalog needs our own decoder; set model.backend = "native"')
-    fingerprint = compute_base_fingerprint(policies.policy.decoder)
-    load = partial(map_policy, decoder=engine.decoder, fingerprint=fingerprint)
+    decoder = engine.decoder
+    load = partial(
+        map_policy,
+        config=decoder.config,
+        fingerprint=compute_base_fingerprint(policies.policy.decoder),
+        dtype=decoder.dtype,
+        device=decoder.device,
+    )
     with contextlib.closing(open_catalog(serving.catalog)) as catalog:
         stored = CatalogPolicies(catalog, thread, load, serving.catalog_mb << 20)
         metrics.add_counts("catalog_requests", "Policies of the catalog", OUTCOMES, stored.counts.__getitem__)

@@ -19,8 +19,11 @@ EXAMPLE = """
 
 
 @show_log(error=True)
-def tinker(target: str, overrides: Sequence[str], where: Address, state: Path, name: str = "") -> None:
-    """Serve until a signal. Raises ValueError for a target that cannot be served."""
+def tinker(
+    target: str, overrides: Sequence[str], where: Address, state: Path, name: str, models_mb: int
+) -> None:
+    """Serve until a signal; ``models_mb``: of models in memory. Raises ValueError for a target that cannot be
+    served."""
     say(f"loading {target}")
     for package in ("tinker", "uvicorn", "sqlalchemy"):
         if find_spec(package) is None:  # not imported: the SDK loads torch, and threads are chosen before
@@ -39,7 +42,7 @@ def tinker(target: str, overrides: Sequence[str], where: Address, state: Path, n
         from ostinato.apps.tinker.registry import PROTO
         from ostinato.apps.tinker.work import CHECKPOINT, open_work
 
-        with open_work(target, tuple(overrides), state, name) as workshop:
+        with open_work(target, tuple(overrides), state, name, models_mb << 20) as workshop:
             app = make_app(workshop.work, workshop.registry, key=key)
             say(f"export TINKER_BASE_URL={format_address(server_socket)}")
             say(f"export TINKER_API_KEY={key or 'tml-local'}")

@@ -7,11 +7,14 @@ bits.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
+import math
 import time
-from collections.abc import Callable, Generator
-from contextlib import suppress
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Generator, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +28,8 @@ from ostinato.apps.tinker.wire import Body, Seq, parse_body, parse_loss, parse_r
 from ostinato.engine.engine_thread import EngineThread
 from ostinato.engine.local import LocalEngine
 from ostinato.model.lora import init_adapters
-from ostinato.model.shapes import AdapterSpec
+from ostinato.model.shapes import AdapterSpec, adapter_shapes
+from ostinato.residency import Full, Residency
 from ostinato.train.accumulate import Accumulator, Adam, Scored, run_to_end
 from ostinato.train.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 
@@ -96,7 +100,8 @@ class Model:
 
 
 class Models:
-    """The models of a registry, loaded on demand. ``find(path)`` returns the folder of a checkpoint."""
+    """The models of a registry, loaded on demand into ``memory_bytes``. ``find(path)`` returns the folder of
+    a checkpoint."""
 
     def __init__(
         self,
@@ -106,21 +111,80 @@ class Models:
         folder: Path,
         find: Callable[[str], Path],
         start: RecordMachine,
+        memory_bytes: int,
     ) -> None:
         self._thread, self._base, self._registry, self._folder = thread, base, registry, folder
         self._find, self._start = find, start
         self._models: dict[str, Model] = {}
+        self._memory_bytes, self._residency = memory_bytes, Residency[str](memory_bytes)
+        self._freed = asyncio.Event()  # another one after each end of a request
+        self._released: set[str] = set()  # that are at work still
+        self._sampled = Counter[str]()  # tokens of models that are not loaded
 
-    async def get(self, id: str) -> Model:
-        """Return the model, loaded if necessary. Raises NotFound for a model that was never created."""
-        if id not in self._models:
-            self._models[id] = await self._thread.call(lambda _: self._load(id))
-        return self._models[id]
+    @asynccontextmanager
+    async def hold(self, id: str) -> AsyncIterator[Model]:
+        """Have a model in memory, loaded if necessary, while the context lasts; for its room, models that
+        have been idle for longest are saved and freed. Raises NotFound for a model that was never created,
+        and UserError for one that exceeds the memory of all models."""
+        num_bytes, idle = self._measure_bytes(self.spec(id)), list[str]()
+        while id not in self._residency:
+            freed = self._freed
+            try:
+                idle = self._residency.admit(id, num_bytes)
+            except Full:
+                await freed.wait()  # all models are at work, and the first that ends makes room
+        self._residency.pin(id)
+        try:
+            await self._close_models(idle, "stopped")
+            if id not in self._models:
+                self._models[id] = await self._thread.call(lambda _: self._load(id))
+                self._models[id].record.sampled(self._sampled.pop(id, 0))
+            yield self._models[id]
+        finally:
+            self._residency.unpin(id)
+            if not self._residency.is_pinned(id):
+                self._freed.set()
+                self._freed = asyncio.Event()
+                if id in self._released:
+                    await self.release(id)
 
     async def release(self, id: str) -> None:
-        """Free the memory of a model; the next request loads it again."""
-        if (model := self._models.pop(id, None)) is not None:
-            await self._thread.call(lambda _: self._close_model(model, "done"))
+        """Free the memory of a model, at once or when its request has ended; the next request loads it
+        again."""
+        if id not in self._residency:
+            return
+        if self._residency.is_pinned(id):
+            self._released.add(id)
+            return
+        self._released.discard(id)
+        self._residency.drop(id)
+        await self._close_models([id], "done")
+
+    async def _close_models(self, ids: Sequence[str], reason: str) -> None:
+        """Save models and free their memory, in one turn of the engine's thread: whoever asks for one of them
+        from now on comes after it."""
+        models = [self._models.pop(id) for id in ids if id in self._models]
+        for model in models:
+            self._sampled[model.id] += model.record.take_sampled()
+
+        def close(engine: LocalEngine) -> None:
+            for model in models:
+                self._close_model(model, reason)
+
+        if models:
+            await asyncio.shield(self._thread.call(close))
+
+    def _measure_bytes(self, spec: AdapterSpec) -> int:
+        """Bytes of a model: factors, gradients and two moments, in fp32. Raises UserError for more than all
+        models may have."""
+        shapes = adapter_shapes(self._base.decoder.config, spec).values()
+        num_bytes = 4 * 4 * sum(math.prod(shape) for pair in shapes for shape in pair)
+        if num_bytes > self._memory_bytes:
+            raise UserError(
+                f"a model of rank {spec.rank} takes {num_bytes} bytes, and all together have "
+                f"{self._memory_bytes} here; use a lower rank, or start the server with more --models-mb"
+            )
+        return num_bytes
 
     def get_spec(self, id: str) -> AdapterSpec:
         return parse_spec(self._registry.require(MODEL, id)["spec"])
@@ -145,7 +209,8 @@ class Models:
             body.user_metadata,
             config.model_dump(exclude={"seed"}),
         )
-        await self.get(stored.owner)
+        async with self.hold(stored.owner):
+            pass
 
     async def load(self, stored: StoredRequest) -> None:
         """Load a checkpoint into a model, or as a new model (seq 0)."""
@@ -167,28 +232,29 @@ class Models:
             self._register(stored.owner, session, spec, 0, body.user_metadata, lora)
         elif spec != self.get_spec(stored.owner):
             raise UserError(f"{body.path} has {spec}, and this model {self.get_spec(stored.owner)}")
-        model = await self.get(stored.owner)
-        await self._thread.call(lambda _: self._apply(model, stored))
+        async with self.hold(stored.owner) as model:
+            await self._thread.call(lambda _: self._apply(model, stored))
 
     async def train(self, stored: StoredRequest) -> Scored | dict[str, float]:
         """Run a forward_backward or an optim_step, after a snapshot if one is due."""
-        model = await self.get(stored.owner)
-        await self._thread.call(lambda _: self._save_snapshot(model))
-        result = await self._thread.call(lambda _: self._apply(model, stored))
-        while isinstance(result, Generator):  # samples and other models run between microbatches
-            result = await self._thread.call(lambda _, work=result: _run_piece(work))
-        assert result is not None
-        return result
+        async with self.hold(stored.owner) as model:
+            await self._thread.call(lambda _: self._save_snapshot(model))
+            result = await self._thread.call(lambda _: self._apply(model, stored))
+            while isinstance(result, Generator):  # samples and other models run between microbatches
+                result = await self._thread.call(lambda _, work=result: _run_piece(work))
+            assert result is not None
+            return result
 
     async def close(self) -> None:
         """Save a snapshot of every clean model, so that the next process repeats nothing."""
-        for model in self._models.values():
-            await self._thread.call(lambda _, target=model: self._close_model(target, "stopped"))
+        await self._close_models([*self._models], "stopped")
 
     def count_sampled_tokens(self, id: str, tokens: int) -> None:
-        """Count ``tokens`` sampled from a policy of this model."""
+        """Count ``tokens`` sampled from a policy of this model, in its record when it is loaded next."""
         if (model := self._models.get(id)) is not None:
             model.record.count_sampled_tokens(tokens)
+        else:
+            self._sampled[id] += tokens
 
     def check_base(self, name: str) -> None:
         if name not in self._base.aliases:

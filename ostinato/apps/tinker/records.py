@@ -74,6 +74,11 @@ class Record:
         with self._sampling:
             self._tokens.update(sampled=tokens)
 
+    def take_sampled(self) -> int:
+        """Return the sampled tokens that no row has yet, and count them no more."""
+        with self._sampling:
+            return self._tokens.pop("sampled", 0)
+
     def record_step(self, taken: Mapping[str, float], seconds: float) -> None:
         """Record an optim_step with its metrics ``taken``; the step alone took ``seconds``."""
         with self._sampling:

@@ -47,6 +47,7 @@ SAMPLER, CHECKPOINT = "sampler", "checkpoint"
 KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 SAMPLE_LIMIT_S = 7 * 24 * 3600.0  # of a sample; a client that gives up cancels earlier
+MODELS_BYTES = 4 << 30  # of models in memory
 log = logging.getLogger(__name__)
 MAX_TOP = 64  # top tokens per position, at most
 
@@ -73,9 +74,10 @@ class Work:
         registry: Registry,
         folder: Path,
         start: RecordMachine,
+        models_bytes: int = MODELS_BYTES,
     ) -> None:
         self.base, self._thread, self._registry, self._folder = base, thread, registry, folder
-        self.models = Models(thread, base, registry, folder, self.find_folder, start)
+        self.models = Models(thread, base, registry, folder, self.find_folder, start, models_bytes)
         self.samplers = Samplers(thread, base)
         self._handlers: dict[str, Callable[[StoredRequest], Awaitable[Result]]] = {
             "create_model": self._create,
@@ -117,58 +119,59 @@ class Work:
 
     async def _save(self, stored: StoredRequest) -> Result:
         body = parse_body(SaveBody, stored.body or b"")
-        model = await self.models.get(stored.owner)
-        spec = model.accumulator.adapters.spec
+        async with self.models.hold(stored.owner) as model:
+            spec = model.accumulator.adapters.spec
 
-        def write(folder: Path) -> None:
-            (folder / "spec.json").write_text(json.dumps(asdict(spec)))
-            checkpoint = Checkpoint(
-                step=model.accumulator.steps,
-                tensors=model.accumulator.tensors(),
-                state={"steps": model.accumulator.steps},
-                identity=make_identity(self.base, spec),
-            )
-            save_checkpoint(folder, checkpoint)
+            def write(folder: Path) -> None:
+                (folder / "spec.json").write_text(json.dumps(asdict(spec)))
+                checkpoint = Checkpoint(
+                    step=model.accumulator.steps,
+                    tensors=model.accumulator.tensors(),
+                    state={"steps": model.accumulator.steps},
+                    identity=make_identity(self.base, spec),
+                )
+                save_checkpoint(folder, checkpoint)
 
-        path = await self._write(stored, body, "weights", write)
-        return Result.from_document({"path": path, "type": "save_weights"})
+            path = await self._write(stored, body, "weights", write)
+            return Result.from_document({"path": path, "type": "save_weights"})
 
     async def _save_for_sampler(self, stored: StoredRequest) -> Result:
         body = parse_body(SaveBody, stored.body or b"")
-        model = await self.models.get(stored.owner)
-        kind = {"type": "save_weights_for_sampler"}
-        if body.path is not None:
-            path = await self._write(
-                stored, body, "sampler_weights", self._writer(model.accumulator.adapters)
+        async with self.models.hold(stored.owner) as model:
+            kind = {"type": "save_weights_for_sampler"}
+            if body.path is not None:
+                write = self._writer(model.accumulator.adapters)
+                path = await self._write(stored, body, "sampler_weights", write)
+                return Result.from_document({"path": path, **kind})
+            session = self._registry.require(MODEL, stored.owner)["session"]
+            id = f"{session}:sample:{body.sampling_session_seq_id}"
+            is_shared = body.kind == "inflight"
+            policy = f"{stored.owner}:inflight" if is_shared else id
+            folder = self._folder / "samplers" / make_slug(policy)
+            await self._thread.call(
+                lambda _: _replace_folder(folder, self._writer(model.accumulator.adapters, peft=False))
             )
-            return Result.from_document({"path": path, **kind})
-        session = self._registry.require(MODEL, stored.owner)["session"]
-        id = f"{session}:sample:{body.sampling_session_seq_id}"
-        is_shared = body.kind == "inflight"
-        policy = f"{stored.owner}:inflight" if is_shared else id
-        folder = self._folder / "samplers" / make_slug(policy)
-        await self._thread.call(
-            lambda _: _replace_folder(folder, self._writer(model.accumulator.adapters, peft=False))
-        )
-        await self.samplers.publish(policy, model.accumulator.adapters, model.accumulator.steps)
-        document = {
-            "policy": policy,
-            "folder": self._to_relative(folder),
-            "path": None,
-            "model": stored.owner,
-        }
-        document["steps"] = model.accumulator.steps
-        self._registry.put(SAMPLER, id, document, owner=session)
-        return Result.from_document({"sampling_session_id": id, **kind})
+            await self.samplers.publish(policy, model.accumulator.adapters, model.accumulator.steps)
+            document = {
+                "policy": policy,
+                "folder": self._to_relative(folder),
+                "path": None,
+                "model": stored.owner,
+            }
+            document["steps"] = model.accumulator.steps
+            self._registry.put(SAMPLER, id, document, owner=session)
+            return Result.from_document({"sampling_session_id": id, **kind})
 
     async def _save_external(self, stored: StoredRequest) -> Result:
         body = parse_body(SaveBody, stored.body or b"")
         if body.age_encryption_recipients:
             raise UserError("age_encryption_recipients are not supported; files are on your own disk")
-        model = await self.models.get(stored.owner)
-        path = await self._write(stored, body, "external_weights", self._writer(model.accumulator.adapters))
-        size = self._registry.require(CHECKPOINT, path)["size"]
-        return Result.from_document({"path": path, "size_bytes": size, "type": "save_weights_external"})
+        async with self.models.hold(stored.owner) as model:
+            path = await self._write(
+                stored, body, "external_weights", self._writer(model.accumulator.adapters)
+            )
+            size = self._registry.require(CHECKPOINT, path)["size"]
+            return Result.from_document({"path": path, "size_bytes": size, "type": "save_weights_external"})
 
     def _writer(self, adapters: Adapters, *, peft: bool = True) -> Callable[[Path], None]:
         """Return what writes adapters into a folder; without ``peft`` in our form alone, which is smaller."""
@@ -357,10 +360,12 @@ class Workshop:
 
 
 @contextlib.contextmanager
-def open_work(target: str, overrides: tuple[str, ...], state: Path, name: str = "") -> Iterator[Workshop]:
+def open_work(
+    target: str, overrides: tuple[str, ...], state: Path, name: str = "", models_bytes: int = MODELS_BYTES
+) -> Iterator[Workshop]:
     """Open the work of a model, a recipe or a run's base; models and checkpoints of clients are kept in
     ``state``. ``name`` is the clients' name for the base; "": its folder or hub name, which they may always
-    use, as they may use ``target``.
+    use, as they may use ``target``. ``models_bytes``: of models in memory; idle ones are saved and freed.
 
     Raises ValueError for a target that cannot be trained, and for a folder that another process uses.
     """
@@ -383,7 +388,8 @@ def open_work(target: str, overrides: tuple[str, ...], state: Path, name: str = 
         contextlib.closing(EngineThread(make)) as thread,
     ):
         ((policy, engine),) = loads
-        work = Work(thread, _make_base(target, policy, engine, name), registry, state, record_start)
+        base = _make_base(target, policy, engine, name)
+        work = Work(thread, base, registry, state, record_start, models_bytes)
         yield Workshop(work=work, registry=registry)
 
 

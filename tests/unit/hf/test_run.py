@@ -77,10 +77,32 @@ def test_auto_takes_our_decoder_where_it_has_the_family(gemma: Path, tmp_path: P
         ("engine.weights", "int8"),
         ("model.fp32_head", "true"),
         ("cluster.samplers", 2),
+        ("parallel.layout", "d2"),
+        ("parallel.layout", "d2t2f2"),
     ],
 )
 def test_what_does_not_go_with_it_is_refused_by_name(
     gemma: Path, tmp_path: Path, key: str, value: Any
 ) -> None:
     with pytest.raises(ValueError, match=key):
-        resolve_backend(recipe_of(gemma, tmp_path, 1, **{key: value}))
+        resolve_backend(load_recipe(gemma, tmp_path, 1, **{key: value}))
+
+
+@pytest.mark.slow  # four runs, two of them on two ranks
+def test_two_ranks_train_and_sample_with_parts_of_the_model(tmp_path: Path) -> None:
+    """Answers and the adapter are those of one process; a run goes on with another number of ranks."""
+    folder = with_tokenizer(saved("qwen3", tmp_path / "qwen3"))
+    options = {"model.backend": "transformers", "model.dtype": "float32", "eval.at_start": "true"}
+    runs = {}
+    for name, steps, layout in (("one", 2, ""), ("two", 2, "d2f2"), ("begun", 1, "d2f2")):
+        keys = {**options, "parallel.layout": layout} if layout else options
+        runs[name] = learn(load_recipe(folder, tmp_path, steps, **keys), quiet=True)
+    assert runs["one"].evals()[0]["reward"] == runs["two"].evals()[0]["reward"]
+    resume(runs["begun"].folder, "trainer.steps=2", "parallel.layout=''", quiet=True)
+    model = load_transformers(folder, dtype=torch.float32, device="cpu")
+    first, *others = (
+        read_folder(run.folder / "adapter", model.sites, "cpu").leaves() for run in runs.values()
+    )
+    for other in others:
+        for leaf, expected in first.items():
+            torch.testing.assert_close(other[leaf], expected, rtol=1e-4, atol=1e-5)

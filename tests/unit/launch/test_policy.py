@@ -19,7 +19,7 @@ from ostinato.model.shapes import ExpertScheme
 def test_a_mapped_adapter_is_the_loaded_one(dtype: torch.dtype, spec: dict[str, Any], tmp_path: Path) -> None:
     decoder = tiny_decoder(dtype)
     save_peft(adapters_of(decoder, 1, **spec), decoder, tmp_path)
-    mapped = map_policy(tmp_path / LOGICAL, decoder, compute_base_fingerprint(decoder))
+    mapped = map_policy(tmp_path / LOGICAL, decoder.config, compute_base_fingerprint(decoder), dtype)
     (tmp_path / LOGICAL).unlink()  # which the mapping survives
     save_peft(adapters_of(decoder, 1, **spec), decoder, tmp_path)
     loaded = load_adapter(str(tmp_path), decoder)[1]
@@ -40,9 +40,9 @@ def test_a_file_of_another_base_or_a_damaged_one_is_refused(tmp_path: Path) -> N
     save_peft(adapters_of(decoder), decoder, tmp_path, peft=False)
     path, fingerprint = tmp_path / LOGICAL, compute_base_fingerprint(decoder)
     with pytest.raises(ValueError, match="belongs to another base"):
-        map_policy(path, decoder, "0" * 16)
+        map_policy(path, decoder.config, "0" * 16, decoder.dtype)
     whole = path.read_bytes()
     for damaged in (b"", whole[:100], whole[:-4]):
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match="truncated or not an adapter of ours"):
-            map_policy(path, decoder, fingerprint)
+            map_policy(path, decoder.config, fingerprint, decoder.dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from worlds import VOCAB, tiny_decoder
 
 from ostinato.lock import Locked, hold_lock
 from ostinato.model.ops import TORCH_OPS
+from ostinato.model.shapes import AdapterSpec, adapter_shapes
 from ostinato.observe import figures
 from ostinato.observe.concerns import concerns
 from ostinato.observe.ledger import Event, read, summary
@@ -78,7 +80,7 @@ def small_microbatches(monkeypatch: pytest.MonkeyPatch) -> None:
 class Life:
     """A server's process, without HTTP, on a folder that outlives it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, models_bytes: int = 1 << 30) -> None:
         decoder, known = tiny_decoder(), frozenset({"tiny"})
         base = Base(
             name="tiny",
@@ -93,7 +95,7 @@ class Life:
         self.thread = EngineThread(cast(Any, lambda: engine))
         folder.mkdir(exist_ok=True)
         self.registry = Registry(folder / "db")
-        self.work = Work(self.thread, base, self.registry, folder, lambda run: None)
+        self.work = Work(self.thread, base, self.registry, folder, lambda run: None, models_bytes)
         self.futures = Futures(self.registry, self.work.run)
         self.futures.resume()
 
@@ -106,10 +108,11 @@ class Life:
         assert stored is not None
         return stored.state
 
-    async def tensors(self) -> dict[str, torch.Tensor]:
-        trained = (await self.work.models.get(MODEL)).accumulator
-        steps = torch.tensor(trained.steps)
-        return {"steps": steps, **{name: one.detach().clone() for name, one in trained.tensors().items()}}
+    async def tensors(self, model: str = MODEL) -> dict[str, torch.Tensor]:
+        async with self.work.models.hold(model) as held:
+            trained = held.accumulator
+            steps = torch.tensor(trained.steps)
+            return {"steps": steps, **{name: one.detach().clone() for name, one in trained.tensors().items()}}
 
     async def close(self) -> None:
         """As the application does when SIGTERM has come."""
@@ -167,6 +170,45 @@ async def undisturbed(folder: Path) -> dict[str, torch.Tensor]:
 def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
     assert one.keys() == other.keys()
     assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+def test_models_that_take_turns_in_memory_have_the_bits_of_one_that_stays(tmp_path: Path) -> None:
+    """Each model is saved and freed between any two of its requests, also with gradients accumulated."""
+
+    async def main() -> None:
+        for name in ("alone", "turns"):
+            (tmp_path / name).mkdir()
+        want, names = await undisturbed(tmp_path / "alone"), [f"s:train:{k}" for k in range(3)]
+        spec = AdapterSpec(rank=2, alpha=32.0, targets=("attn", "mlp", "shared", "experts"))
+        shapes = adapter_shapes(tiny_decoder().config, spec).values()
+        size = 16 * sum(math.prod(shape) for pair in shapes for shape in pair)
+        life = Life(tmp_path / "turns", models_bytes=2 * size)
+        for seq, (kind, body) in enumerate(REQUESTS):
+            for name in names:
+                life.futures.submit(f"{name}-{seq}", name, seq, kind, body)
+            for name in names:
+                stored = await life.futures.result(f"{name}-{seq}", 60)
+                assert stored is not None and stored.state == DONE
+                assert len(life.work.models._models) <= 2
+        for name in names:
+            assert_same(want, await life.tensors(name))
+        life.work.models.sampled(names[0], 3)
+        await life.work.models.release(names[0])
+        await life.work.models.release("s:train:9")
+        life.work.models.sampled(names[0], 4)
+        assert_same(want, await life.tensors(names[0]))
+        for seq, (kind, body) in enumerate(REQUESTS[3:], start=5):
+            life.futures.submit(f"later-{seq}", names[0], seq, kind, body)
+        assert await life.futures.result("later-6", 60)
+        rows = list(RunFolder.open(tmp_path / "turns" / "runs" / "s_train_0").metrics.rows())
+        assert rows[-1]["step"] == 3 and rows[-1]["tokens/sampled"] == 7
+        await life.close()
+        small = Life(tmp_path / "turns", models_bytes=size - 1)
+        with pytest.raises(UserError, match="--models-mb"):
+            await small.tensors()
+        await small.close()
+
+    asyncio.run(main())
 
 
 def status(run: RunFolder) -> str:
