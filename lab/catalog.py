@@ -155,14 +155,16 @@ def _measure_leak(folder: Path, loads: int, say: Say) -> dict[str, Any]:
     from ostinato.model.config import parse_config
     from ostinato.model.decoder import Decoder
     from ostinato.model.lora import init_adapters
-    from ostinato.model.native import load
+    from ostinato.model.native import load_kernels
     from ostinato.model.peft_io import write_logical
     from ostinato.model.shapes import AdapterSpec
     from ostinato.residency import Residency
 
     sizes = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 6, "vocab_size": 512}
     config = parse_config({**SIZES_1B5, **sizes, "num_attention_heads": 3, "num_key_value_heads": 1})
-    engine = LocalEngine(Decoder(config, dtype=torch.float32).init_weights(0), kernels=load(), kv_memory_mb=4)
+    engine = LocalEngine(
+        Decoder(config, dtype=torch.float32).init_weights(0), kernels=load_kernels(), kv_memory_mb=4
+    )
     paths = [folder / f"small-{rank}" for rank in (1, 16)]
     for path, rank in zip(paths, (1, 16), strict=True):
         write_logical(init_adapters(config, AdapterSpec(rank=rank)), path, "", "")

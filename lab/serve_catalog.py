@@ -181,12 +181,12 @@ class Alone:
     """What each version of each policy says when an engine has it alone; its name is its seed."""
 
     def __init__(self, bench: ServeCatalog) -> None:
-        from ostinato.launch.policy import load_policy, serve
-        from ostinato.model.peft_io import base_fingerprint
+        from ostinato.launch.policy import load_policy, serve_policy
+        from ostinato.model.peft_io import compute_base_fingerprint
 
         self._policy = load_policy(bench.model, f"model.dtype={bench.dtype}")
-        self._rank, self._engine = bench.rank, serve(replace(self._policy, adapters=None, step=0))
-        self._base = base_fingerprint(self._policy.decoder)
+        self._rank, self._engine = bench.rank, serve_policy(replace(self._policy, adapters=None, step=0))
+        self._base = compute_base_fingerprint(self._policy.decoder)
 
     def draw(self, version: str) -> Any:
         """The adapters of NAME@VERSION."""

@@ -25,12 +25,12 @@ from torch.nn import functional as F
 
 from ostinato.hf.factors import ModuleAdapters, PreparedSites, Site
 from ostinato.hf.model import TransformersModel, is_mixture, load_checked
-from ostinato.model.config_keys import quantisation_of
+from ostinato.model.config_keys import read_quantisation
 from ostinato.model.lora import Adapters, Lora
 from ostinato.model.ops import TORCH_OPS, Ops
-from ostinato.model.peft_io import fingerprint_of
+from ostinato.model.peft_io import compute_fingerprint
 from ostinato.model.shapes import AdapterSpec
-from ostinato.model.weights import fingerprint_stride
+from ostinato.model.weights import compute_fingerprint_stride
 from ostinato.parallel.collectives import Collectives, all_gather_ragged
 from ostinato.parallel.fsdp import cut_piece, join_piece
 
@@ -45,7 +45,7 @@ def load_sharded(folder: Path, *, dtype: torch.dtype, device: str, links: Collec
     from transformers.distributed.configuration_utils import DistributedConfig
 
     config: Any = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    if quantisation_of(config.to_dict()) is not None or not [*folder.glob("*.safetensors")]:
+    if read_quantisation(config.to_dict()) is not None or not [*folder.glob("*.safetensors")]:
         raise ValueError(
             f"parallel.layout divides models in plain safetensors, which {folder} is not; leave the layout "
             "empty, or save the model by save_pretrained first"
@@ -212,7 +212,9 @@ class ShardedModel(TransformersModel):
         for number, (name, weight) in enumerate(parameters):
             rows = sizes[id(weight)] if id(weight) in sizes else int(weight.shape[0])
             shapes[name] = (rows, *weight.shape[1:])
-            indices[name] = torch.arange(0, prod(shapes[name]), fingerprint_stride(prod(shapes[name])))
+            indices[name] = torch.arange(
+                0, prod(shapes[name]), compute_fingerprint_stride(prod(shapes[name]))
+            )
             part = weight if id(weight) in sizes else weight.to_local()
             own = indices[name] - -(-rows // ranks) * place * prod(weight.shape[1:])
             is_here = (own >= 0) & (own < part.numel())
@@ -221,7 +223,7 @@ class ShardedModel(TransformersModel):
             samples[number] = values.to(self.device)
         lengths = [(len(places),) for places in indices.values()]
         whole = all_gather_ragged(self.links, lengths, samples, dtype=torch.float32, device=self.device)
-        return fingerprint_of(
+        return compute_fingerprint(
             (name, shapes[name], values) for name, values in zip(shapes, whole, strict=True)
         )
 

@@ -18,7 +18,7 @@ from ostinato.launch.engine import new_any_engine, open_vllm_engine
 from ostinato.launch.inputs import RunInputs, compute_rollout_need, new_episode_factory
 from ostinato.launch.loop import RunComponents
 from ostinato.launch.models import divides_transformers
-from ostinato.launch.ranks import open_trainer
+from ostinato.launch.ranks import open_sharded_trainer, open_trainer
 from ostinato.launch.trainer import SamplingRank
 from ostinato.protocols import RestorableTrainer
 from ostinato.rollout.rollout import start_env

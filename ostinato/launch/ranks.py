@@ -84,9 +84,8 @@ def _exit_lost(sentence: str) -> None:
 
 @contextlib.contextmanager
 def open_sharded_trainer(inputs: RunInputs, folder: Path) -> Iterator[tuple[ShardedTrainer, Local]]:
-    """Start the other ranks of ``parallel.layout``, or meet those of torchrun, and yield (the trainer over all
-    of them, this rank's part), which end with the context. ``folder``: of the run.
-
+    """Start the other ranks of ``parallel.layout``, or meet those of torchrun, and yield (the trainer over
+    all of them, this rank's part), which end with the context. ``folder``: of the run.
 
     Raises ValueError in a process that is not rank 0, for a layout that the model does not have, and for a
     backend or GPU that is not there; RunFailed if a rank is lost before all have begun.

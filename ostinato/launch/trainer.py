@@ -19,7 +19,7 @@ from ostinato.hf.fsdp import PieceAdapters, PieceLeaves, load_sharded
 from ostinato.hf.model import TransformersModel
 from ostinato.hf.ranks_sampler import RankSampler
 from ostinato.launch.checks import check_recipe
-from ostinato.launch.engine import choose_training_ops, kernels
+from ostinato.launch.engine import choose_kernels, choose_training_ops
 from ostinato.launch.models import load_decoder, make_adapter_spec
 from ostinato.model.base import Base
 from ostinato.model.config import ModelConfig, read_config
@@ -149,7 +149,7 @@ def new_sampling_rank(
 ) -> SamplingRank:
     """Trainer and sampler of rank ``rank`` over its part of a model of transformers; as
     ``new_sharded_trainer``."""
-    folder, device = model_folder(recipe.model.path), device_of(recipe.model)
+    folder, device = find_model_folder(recipe.model.path), choose_device(recipe.model)
     ready()  # the model needs its groups before it is loaded
     mesh = Mesh(Layout.parse(recipe.parallel.layout), device, timeout_s=recipe.parallel.timeout_s)
     links = Collectives(mesh)
@@ -159,13 +159,13 @@ def new_sampling_rank(
     pieces = PieceAdapters.cut(whole, links)
     settings = _select_settings(recipe, model, refused if rank == 0 else None)
     leaves = PieceLeaves(pieces, links)
-    trainer = fully_sharded_trainer(links, model, pieces, leaves, check(recipe), **settings)
+    trainer = fully_sharded_trainer(links, model, pieces, leaves, check_recipe(recipe), **settings)
     sampler = RankSampler(
         model,
         decode=Renderer(folder, template_kwargs=recipe.model.chat_template_kwargs).decode,
         max_batch=recipe.engine.max_batch,
         context_limit=model.config.max_positions,
-        kernels=kernels(recipe.engine, model),
+        kernels=choose_kernels(recipe.engine, model),
     )
     return SamplingRank(trainer, sampler)
 

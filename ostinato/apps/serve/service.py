@@ -330,8 +330,8 @@ class Service:
             )
         if self.num_sequences + count > self.limits.sequences:
             raise make_rate_error(
-                f"{self.num_sequences} sequences are under way, and this server takes {self.limits.sequences}; "
-                "try again later"
+                f"{self.num_sequences} sequences are under way, and this server takes "
+                f"{self.limits.sequences}; try again later"
             )
 
     async def answer_call(

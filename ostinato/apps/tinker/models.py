@@ -28,7 +28,7 @@ from ostinato.apps.tinker.wire import Body, Seq, parse_body, parse_loss, parse_r
 from ostinato.engine.engine_thread import EngineThread
 from ostinato.engine.local import LocalEngine
 from ostinato.model.lora import init_adapters
-from ostinato.model.shapes import AdapterSpec, adapter_shapes
+from ostinato.model.shapes import AdapterSpec, compute_adapter_shapes
 from ostinato.residency import Full, Residency
 from ostinato.train.accumulate import Accumulator, Adam, Scored, run_to_end
 from ostinato.train.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
@@ -177,7 +177,7 @@ class Models:
     def _measure_bytes(self, spec: AdapterSpec) -> int:
         """Bytes of a model: factors, gradients and two moments, in fp32. Raises UserError for more than all
         models may have."""
-        shapes = adapter_shapes(self._base.decoder.config, spec).values()
+        shapes = compute_adapter_shapes(self._base.decoder.config, spec).values()
         num_bytes = 4 * 4 * sum(math.prod(shape) for pair in shapes for shape in pair)
         if num_bytes > self._memory_bytes:
             raise UserError(

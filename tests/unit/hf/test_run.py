@@ -85,7 +85,7 @@ def test_what_does_not_go_with_it_is_refused_by_name(
     gemma: Path, tmp_path: Path, key: str, value: Any
 ) -> None:
     with pytest.raises(ValueError, match=key):
-        resolve_backend(load_recipe(gemma, tmp_path, 1, **{key: value}))
+        resolve_backend(recipe_of(gemma, tmp_path, 1, **{key: value}))
 
 
 @pytest.mark.slow  # four runs, two of them on two ranks
@@ -96,7 +96,7 @@ def test_two_ranks_train_and_sample_with_parts_of_the_model(tmp_path: Path) -> N
     runs = {}
     for name, steps, layout in (("one", 2, ""), ("two", 2, "d2f2"), ("begun", 1, "d2f2")):
         keys = {**options, "parallel.layout": layout} if layout else options
-        runs[name] = learn(load_recipe(folder, tmp_path, steps, **keys), quiet=True)
+        runs[name] = learn(recipe_of(folder, tmp_path, steps, **keys), quiet=True)
     assert runs["one"].evals()[0]["reward"] == runs["two"].evals()[0]["reward"]
     resume(runs["begun"].folder, "trainer.steps=2", "parallel.layout=''", quiet=True)
     model = load_transformers(folder, dtype=torch.float32, device="cpu")

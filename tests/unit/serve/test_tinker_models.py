@@ -18,7 +18,7 @@ from worlds import VOCAB, tiny_decoder
 
 from ostinato.lock import Locked, hold_lock
 from ostinato.model.ops import TORCH_OPS
-from ostinato.model.shapes import AdapterSpec, adapter_shapes
+from ostinato.model.shapes import AdapterSpec, compute_adapter_shapes
 from ostinato.observe import figures
 from ostinato.observe.concerns import concerns
 from ostinato.observe.ledger import Event, read, summary
@@ -180,7 +180,7 @@ def test_models_that_take_turns_in_memory_have_the_bits_of_one_that_stays(tmp_pa
             (tmp_path / name).mkdir()
         want, names = await undisturbed(tmp_path / "alone"), [f"s:train:{k}" for k in range(3)]
         spec = AdapterSpec(rank=2, alpha=32.0, targets=("attn", "mlp", "shared", "experts"))
-        shapes = adapter_shapes(tiny_decoder().config, spec).values()
+        shapes = compute_adapter_shapes(tiny_decoder().config, spec).values()
         size = 16 * sum(math.prod(shape) for pair in shapes for shape in pair)
         life = Life(tmp_path / "turns", models_bytes=2 * size)
         for seq, (kind, body) in enumerate(REQUESTS):
