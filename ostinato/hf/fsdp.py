@@ -246,7 +246,7 @@ class PieceAdapters(ModuleAdapters):
     @classmethod
     def cut(cls, whole: ModuleAdapters, links: Collectives) -> PieceAdapters:
         """Keep copies of this rank's pieces."""
-        shapes = {name: tuple(leaf.shape) for name, leaf in whole.leaves().items()}
+        shapes = {name: tuple(leaf.shape) for name, leaf in whole.list_leaves().items()}
         pieces = {
             name: (
                 cut_piece(a.detach(), links).requires_grad_(),
@@ -270,7 +270,7 @@ class PieceAdapters(ModuleAdapters):
         return PieceAdapters(self.spec, pairs, self.config, self.shapes, self._links)
 
     def prepare(self, dtype: torch.dtype) -> PreparedSites:  # type: ignore[override]
-        leaves = self.leaves()
+        leaves = self.list_leaves()
         by_rank = self._links.all_gather(torch.cat([*leaves.values()]).to(dtype), AXIS)
         columns = by_rank.view(self._links.size(AXIS), -1).split(
             [len(leaf) for leaf in leaves.values()], dim=1
@@ -288,7 +288,7 @@ class PieceLeaves:
     """``train.leaves.Leaves`` of ``PieceAdapters``, whose gradients are sums over all ranks already."""
 
     def __init__(self, adapters: PieceAdapters, links: Collectives) -> None:
-        self.named, self.shapes, self._links = adapters.leaves(), adapters.shapes, links
+        self.named, self.shapes, self._links = adapters.list_leaves(), adapters.shapes, links
 
     def reduce(self) -> Tensor:
         """Return the norm over all pieces; a leaf without a gradient gets one of zeros."""

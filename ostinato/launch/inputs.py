@@ -112,7 +112,7 @@ def prepare_inputs(recipe: Recipe, *, training: bool, base: Any = None) -> RunIn
     )
     if free is not None and recipe.model.backend == "native":
         check_room(recipe, read_config(folder), free)
-    decoder = base
+    decoder: Any = base
     if decoder is None:
         decoder = (
             Unloaded(config=read_facts(recipe.model, folder))

@@ -20,6 +20,7 @@ from ostinato.hf.model import TransformersModel
 from ostinato.hf.ranks_sampler import RankSampler
 from ostinato.launch.checks import check_recipe
 from ostinato.launch.engine import choose_kernels, choose_training_ops
+from ostinato.launch.machine import choose_device
 from ostinato.launch.models import load_decoder, make_adapter_spec
 from ostinato.model.base import Base
 from ostinato.model.config import ModelConfig, read_config

@@ -126,7 +126,7 @@ class Models:
         """Have a model in memory, loaded if necessary, while the context lasts; for its room, models that
         have been idle for longest are saved and freed. Raises NotFound for a model that was never created,
         and UserError for one that exceeds the memory of all models."""
-        num_bytes, idle = self._measure_bytes(self.spec(id)), list[str]()
+        num_bytes, idle = self._measure_bytes(self.get_spec(id)), list[str]()
         while id not in self._residency:
             freed = self._freed
             try:
@@ -138,7 +138,7 @@ class Models:
             await self._close_models(idle, "stopped")
             if id not in self._models:
                 self._models[id] = await self._thread.call(lambda _: self._load(id))
-                self._models[id].record.sampled(self._sampled.pop(id, 0))
+                self._models[id].record.count_sampled_tokens(self._sampled.pop(id, 0))
             yield self._models[id]
         finally:
             self._residency.unpin(id)

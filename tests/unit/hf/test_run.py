@@ -101,7 +101,7 @@ def test_two_ranks_train_and_sample_with_parts_of_the_model(tmp_path: Path) -> N
     resume(runs["begun"].folder, "trainer.steps=2", "parallel.layout=''", quiet=True)
     model = load_transformers(folder, dtype=torch.float32, device="cpu")
     first, *others = (
-        read_folder(run.folder / "adapter", model.sites, "cpu").leaves() for run in runs.values()
+        read_folder(run.folder / "adapter", model.sites, "cpu").list_leaves() for run in runs.values()
     )
     for other in others:
         for leaf, expected in first.items():

@@ -187,19 +187,19 @@ def test_models_that_take_turns_in_memory_have_the_bits_of_one_that_stays(tmp_pa
             for name in names:
                 life.futures.submit(f"{name}-{seq}", name, seq, kind, body)
             for name in names:
-                stored = await life.futures.result(f"{name}-{seq}", 60)
+                stored = await life.futures.wait_for_result(f"{name}-{seq}", 60)
                 assert stored is not None and stored.state == DONE
                 assert len(life.work.models._models) <= 2
         for name in names:
             assert_same(want, await life.tensors(name))
-        life.work.models.sampled(names[0], 3)
+        life.work.models.count_sampled_tokens(names[0], 3)
         await life.work.models.release(names[0])
         await life.work.models.release("s:train:9")
-        life.work.models.sampled(names[0], 4)
+        life.work.models.count_sampled_tokens(names[0], 4)
         assert_same(want, await life.tensors(names[0]))
         for seq, (kind, body) in enumerate(REQUESTS[3:], start=5):
             life.futures.submit(f"later-{seq}", names[0], seq, kind, body)
-        assert await life.futures.result("later-6", 60)
+        assert await life.futures.wait_for_result("later-6", 60)
         rows = list(RunFolder.open(tmp_path / "turns" / "runs" / "s_train_0").metrics.rows())
         assert rows[-1]["step"] == 3 and rows[-1]["tokens/sampled"] == 7
         await life.close()
