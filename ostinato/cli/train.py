@@ -59,6 +59,8 @@ def train_all(words: Sequence[str], restarts: int, shares: str) -> int:
     """Train by the recipes among ``words``, side by side if there are several; the others are keys of all.
     ``shares``: numbers with commas. Returns the exit code. Raises ValueError for what does not fit."""
     recipes, keys = ([word for word in words if ("=" in word) == is_key] for is_key in (False, True))
+    if len(recipes) == 1 and shares:
+        raise ValueError(f"--shares is {shares!r} with one recipe; leave it out, or give more recipes")
     if len(recipes) == 1:
         return train(recipes[0], keys, restarts)
     try:
