@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from ostinato.cli.report import write_report
 from ostinato.cli.restarts import LOST, session_of, supervise
 from ostinato.config import Recipe, find_recipe
 from ostinato.failure import Lost
+from ostinato.launch import RunFailed
 from ostinato.launch.machine import configure_threads
 from ostinato.launch.ranks import find_follower, follow
 from ostinato.launch.session import Outcome, learn
@@ -89,7 +91,10 @@ def train_side_by_side(
     codes = [show_end(run.outcome) for run in runs if run.outcome is not None]
     for run in runs:
         if run.error is not None:
-            say(f"ostinato: {run.folder.name}: {' '.join(str(run.error).splitlines())}", error=True)
+            if not isinstance(run.error, (ValueError, RunFailed, OSError)):  # ours: with its traceback
+                traceback.print_exception(run.error)
+            notes = getattr(run.error, "__notes__", ())
+            say(*notes, f"ostinato: {run.folder.name}: {' '.join(str(run.error).splitlines())}", error=True)
             codes.append(LOST if isinstance(run.error.__cause__, Lost) else 1)
     return next((code for code in codes if code), 0)
 
