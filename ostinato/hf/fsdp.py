@@ -95,7 +95,7 @@ def plan_sharding(model: Any) -> dict[str, str]:
         for name, module in model.named_modules()
         if name
         and [*module.parameters(recurse=False)]
-        and not any(f"{name}.".startswith(f"{one}.") for one in layers)
+        and not any(f"{name}.".startswith(f"{layer}.") for layer in layers)
     }
     plan = {re.sub(r"\.\d+$", ".*", name): "free_full_weight" for name in layers | others}
     return plan | dict.fromkeys(ends, "keep_full_weight")

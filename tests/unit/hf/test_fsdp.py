@@ -48,7 +48,7 @@ def adapters_of(model: TransformersModel) -> ModuleAdapters:
 
 def trained(rank: int, ranks: int, folder: Path, batch: Batch) -> dict[str, Any]:
     """Scores, losses and the adapter of three steps; the state before the last is restored from one file."""
-    settings = trainer_options(**OPTIONS)
+    settings, held = trainer_options(**OPTIONS), 0
     if ranks == 1:
         whole = load_transformers(folder, dtype=torch.float32, device="cpu")
         trainer = PolicyTrainer(whole, adapters_of(whole), KL, **settings)
@@ -63,7 +63,11 @@ def trained(rank: int, ranks: int, folder: Path, batch: Batch) -> dict[str, Any]
         report = trainer.step(batch)
         losses.append(report.metrics["loss"])
         norms.append(report.metrics["grad_norm"])
+    if ranks > 1:
+        parts: Any = model.parameters()
+        held = sum((part.to_local() if hasattr(part, "to_local") else part).numel() for part in parts)
     return {
+        "held": held,
         "scores": scores,
         "losses": losses,
         "norms": norms,
@@ -81,6 +85,9 @@ def test_ranks_train_as_one_process_does(tmp_path: Path, family: str, ranks: int
     batch = batch_of(samples, budget=32)
     assert len(batch.microbatches) % ranks
     expected = trained(0, 1, folder, batch)
+    num_weights = sum(
+        part.numel() for part in load_transformers(folder, dtype=torch.float32, device="cpu").parameters()
+    )
     results = on_ranks(ranks, trained, folder, batch, timeout_s=240)
     for result in results:
         for own, other in zip(expected["scores"], result["scores"], strict=True):
@@ -88,6 +95,7 @@ def test_ranks_train_as_one_process_does(tmp_path: Path, family: str, ranks: int
         assert result["losses"] == pytest.approx(expected["losses"], rel=1e-5, abs=1e-6)
         assert result["norms"] == pytest.approx(expected["norms"], rel=1e-5)
         assert result["identity"] == expected["identity"]
+        assert result["held"] <= 1.02 * num_weights / ranks  # gains of norms may not come out even
     assert results[0]["tensors"].keys() == expected["tensors"].keys()
     for name, tensor in expected["tensors"].items():
         torch.testing.assert_close(results[0]["tensors"][name], tensor, rtol=1e-5, atol=1e-5)
