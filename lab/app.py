@@ -13,6 +13,8 @@ from ostinato.engine import threads
 BENCHES = {
     "rollouts": ("rollouts:Rollouts", "tokens per second: ostinato, vLLM, transformers, matrix products"),
     "decode": ("decode:Decode", "one decode step by part, against its matrix products"),
+    "adapters": ("adapters:Adapters", "a decode pass with rows of 64 adapters, against a single adapter"),
+    "side": ("side:Side", "runs side by side on one base, against one after the other: seconds and memory"),
     "weights": ("weights:WeightsBeside", "engine.weights side by side (decode --weights)"),
     "products": ("products:Products", "matrix products of our kernels and of torch"),
     "serve": ("serve:Serve", "streaming clients at our server and at vLLM's: tokens per second, latencies"),
@@ -38,7 +40,16 @@ INSTEAD = {
     ("train", "--sft"): "train-sft",
     ("serve", "--catalog"): "serve-catalog",
 }
-OF_PROCESSES = {"serve", "quickstart", "race", "faults", "kills", "scaling", "readme"}  # no threads needed
+OF_PROCESSES = {
+    "side",
+    "serve",
+    "quickstart",
+    "race",
+    "faults",
+    "kills",
+    "scaling",
+    "readme",
+}  # no threads needed
 
 
 def run(args: Sequence[str]) -> int:

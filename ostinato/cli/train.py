@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from ostinato.cli.report import write_report
 from ostinato.cli.restarts import LOST, session_of, supervise
 from ostinato.config import Recipe, find_recipe
 from ostinato.failure import Lost
+from ostinato.launch import RunFailed
 from ostinato.launch.machine import configure_threads
 from ostinato.launch.ranks import find_follower, follow_run
 from ostinato.launch.session import Outcome, learn
@@ -59,6 +61,8 @@ def train_all(words: Sequence[str], restarts: int, shares: str) -> int:
     """Train by the recipes among ``words``, side by side if there are several; the others are keys of all.
     ``shares``: numbers with commas. Returns the exit code. Raises ValueError for what does not fit."""
     recipes, keys = ([word for word in words if ("=" in word) == is_key] for is_key in (False, True))
+    if len(recipes) == 1 and shares:
+        raise ValueError(f"--shares is {shares!r} with one recipe; leave it out, or give more recipes")
     if len(recipes) == 1:
         return train(recipes[0], keys, restarts)
     try:
@@ -87,7 +91,10 @@ def train_side_by_side(
     codes = [show_end(run.outcome) for run in runs if run.outcome is not None]
     for run in runs:
         if run.error is not None:
-            say(f"ostinato: {run.folder.name}: {' '.join(str(run.error).splitlines())}", error=True)
+            if not isinstance(run.error, (ValueError, RunFailed, OSError)):  # ours: with its traceback
+                traceback.print_exception(run.error)
+            notes = getattr(run.error, "__notes__", ())
+            say(*notes, f"ostinato: {run.folder.name}: {' '.join(str(run.error).splitlines())}", error=True)
             codes.append(LOST if isinstance(run.error.__cause__, Lost) else 1)
     return next((code for code in codes if code), 0)
 

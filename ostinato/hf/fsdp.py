@@ -41,9 +41,13 @@ AXIS = "f"  # of ``parallel.layout``
 def load_sharded(folder: Path, *, dtype: torch.dtype, device: str, links: Collectives) -> ShardedModel:
     """Load this rank's part of the model in ``folder``; all ranks together. Raises ValueError, in one
     sentence, for a model that cannot be divided, and as ``load_transformers`` does."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.distributed.configuration_utils import DistributedConfig
-
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers.distributed.configuration_utils import DistributedConfig
+    except ImportError as error:
+        raise ValueError(
+            "parallel.layout with a model of transformers needs a newer one: pip install -U transformers"
+        ) from error
     config: Any = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     if read_quantisation(config.to_dict()) is not None or not [*folder.glob("*.safetensors")]:
         raise ValueError(
@@ -91,7 +95,7 @@ def plan_sharding(model: Any) -> dict[str, str]:
         for name, module in model.named_modules()
         if name
         and [*module.parameters(recurse=False)]
-        and not any(f"{name}.".startswith(f"{one}.") for one in layers)
+        and not any(f"{name}.".startswith(f"{layer}.") for layer in layers)
     }
     plan = {re.sub(r"\.\d+$", ".*", name): "free_full_weight" for name in layers | others}
     return plan | dict.fromkeys(ends, "keep_full_weight")
@@ -138,7 +142,7 @@ class DividedEmbedding(nn.Module):
         own = every - -(-self.num_embeddings // self._links.size(AXIS)) * self._links.place(AXIS)
         is_here = (own >= 0) & (own < len(self.weight))
         values = F.embedding(own.where(is_here, 0), self.weight).masked_fill(~is_here[:, None], 0)
-        values = self._links.scatter(values, AXIS)[: ids.numel()].view(*ids.shape, -1)
+        values = self._links.scatter(values, AXIS)[: ids.numel()].view(*ids.shape, self.weight.shape[1])
         return values if self._scale is None else values * self._scale.to(values.dtype)
 
 
@@ -159,8 +163,8 @@ class DividedHead(nn.Linear):
         products = F.pad(products, (0, width - products.shape[1]))
         counts = [longest] * ranks  # each rank gets its own rows, by part of the vocabulary
         parts = self._links.exchange(products, counts, counts, AXIS).view(ranks, longest, width)
-        logits = parts.transpose(0, 1).reshape(longest, -1)[: len(hidden), : self.out_features]
-        return logits.reshape(*input.shape[:-1], -1)
+        logits = parts.transpose(0, 1).reshape(longest, ranks * width)[: len(hidden), : self.out_features]
+        return logits.reshape(*input.shape[:-1], self.out_features)
 
 
 class ShardedModel(TransformersModel):

@@ -155,7 +155,7 @@ class RanksEngine:
     def _drop(self, ids: Sequence[int]) -> None:
         """End those that have not ended: at the next step."""
         left = [number for number in ids if self._open.pop(number, None) is not None]
-        self._new = [one for one in self._new if one[0] not in left]
+        self._new = [request for request in self._new if request[0] not in left]
         self._dropped += left
 
     def _fail(self, error: BaseException) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,18 +71,22 @@ def open_base(recipes: Sequence[Recipe], threads: Threads, relay: SignalRelay) -
 
 
 def _join_engines(recipes: Sequence[Recipe], decoder: Decoder, renderer: Renderer) -> Recipe:
-    """The first recipe with the slots of all and, unless the recipes set it, a KV cache for all."""
+    """The first recipe with the slots of all and, unless the recipes set it, a KV cache for the steps of
+    all, as far as there is memory."""
     engine = recipes[0].engine
-    changes: dict[str, Any] = {"max_batch": engine.max_batch * len(recipes)}
-    if engine.kv_memory_mb == "auto":
-        needs = [
-            compute_step_need(recipe, find_longest_answer(recipe.rollout, renderer)[0]) for recipe in recipes
-        ]
-        sizes = (
-            choose_kv_memory_mb(recipe, decoder, need) for recipe, need in zip(recipes, needs, strict=True)
-        )
-        changes["kv_memory_mb"] = sum(sizes)
-    return recipes[0].model_copy(update={"engine": engine.model_copy(update=changes)})
+    slots = engine.model_copy(update={"max_batch": engine.max_batch * len(recipes)})
+    joined = recipes[0].model_copy(update={"engine": slots})
+    needs = [
+        compute_step_need(recipe, find_longest_answer(recipe.rollout, renderer)[0]) for recipe in recipes
+    ]
+    need = replace(
+        needs[0],
+        prompts=sum(one.prompts for one in needs),
+        group=max(one.group for one in needs),
+        answer_tokens=max(one.answer_tokens for one in needs),
+    )
+    cache = slots.model_copy(update={"kv_memory_mb": choose_kv_memory_mb(joined, decoder, need)})
+    return joined.model_copy(update={"engine": cache})
 
 
 class SharedPlace:

@@ -12,6 +12,7 @@ between two microbatches of a step the engine runs a pass of what the others sam
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,12 +22,13 @@ from typing import TYPE_CHECKING
 from ostinato.config import Recipe, check_files
 from ostinato.launch.machine import configure_threads, resolve_auto
 from ostinato.launch.session import WORKERS, Outcome, open_new_folder, run_session
-from ostinato.pipeline.signals import SignalRelay
+from ostinato.pipeline.signals import SignalRelay, raise_at_sigterm
 from ostinato.terminal import Screen, announce_work
 
 if TYPE_CHECKING:
     from ostinato.launch.shared_base import SharedBase
 
+logger = logging.getLogger(__name__)
 END_S = 10.0  # for runs that a second Ctrl-C has cancelled
 OWN_KEYS = {"model": {"chat_template_kwargs"}}  # in which runs may differ
 
@@ -69,6 +71,7 @@ def check_shared(recipes: Sequence[Recipe]) -> None:
                 raise ValueError(f"runs side by side need {setting}; set it in {recipe.name!r}")
 
 
+@raise_at_sigterm()
 def learn_side_by_side(
     recipes: Sequence[Recipe], *, shares: Sequence[float] = (), quiet: bool = False
 ) -> list[SideRun]:
@@ -89,13 +92,16 @@ def learn_side_by_side(
     threads = configure_threads(recipes[0])
     recipes = [resolve_auto(recipe) for recipe in recipes]
     check_shared(recipes)
+    if any(recipe.draft.enabled for recipe in recipes):
+        logger.info("runs side by side draft nothing (draft.enabled): same tokens, each pass one a sequence")
     from ostinato.launch.shared_base import open_base
 
     with contextlib.ExitStack() as stack:
         folders = [stack.enter_context(open_new_folder(recipe)) for recipe in recipes]
-        relay = stack.enter_context(SignalRelay())
+        relay = SignalRelay()
         with announce_work("loading the model that the runs share"):
             base = stack.enter_context(open_base(recipes, threads, relay))
+        stack.enter_context(relay)
         runs = [SideRun(recipe, folder) for recipe, folder in zip(recipes, folders, strict=True)]
         for run, share in zip(runs, shares, strict=True):
             run.thread = threading.Thread(

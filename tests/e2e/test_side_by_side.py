@@ -15,6 +15,7 @@ from worlds import NATIVE
 
 from lab.same_run import same
 from ostinato import learn, resume
+from ostinato.cli.train import train_all
 from ostinato.config import Recipe, dump_toml
 from ostinato.launch.side_by_side import SideRun, learn_side_by_side
 from ostinato.pipeline.signals import SignalRelay, StopSignals
@@ -107,6 +108,29 @@ def test_a_run_that_breaks_has_its_error_and_the_others_go_on(
     ended = learn_side_by_side([broken, good], quiet=True)
     assert ended[0].outcome is None and "no such key" in str(ended[0].error)
     assert ended[1].error is None and bits(ended[1].folder) == alone[0]
+
+
+@NEEDS_KERNELS
+def test_the_command_names_the_run_that_broke_in_its_exit_status(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "broken.py").write_text(BROKEN)
+    for number in range(2):
+        recipe(tmp_path, number)
+    good, bad = str(tmp_path / "0.toml"), str(tmp_path / "bad.toml")
+    functions = f'reward.functions=["{tmp_path / "broken.py"}:score"]'
+    Path(bad).write_text(dump_toml(Recipe.load(str(tmp_path / "1.toml"), "name=bad", functions)))
+    assert train_all([good, bad, "trainer.steps=1"], 0, "2,1") == 1
+    shown = capsys.readouterr()
+    assert "bad-" in shown.err and "no such key" in shown.err and "run-0" not in shown.err
+    assert "talk to it   ostinato serve" in shown.out
+    assert train_all([good, str(tmp_path / "1.toml"), "trainer.steps=1"], 0, "") == 0
+    with pytest.raises(ValueError, match="--shares is '2,x'; give numbers"):
+        train_all([good, bad], 0, "2,x")
+    with pytest.raises(ValueError, match="--shares is '2' with one recipe"):
+        train_all([good], 0, "2")
+    with pytest.raises(ValueError, match="--restarts is 1 with 2 recipes"):
+        train_all([good, bad], 1, "")
 
 
 def test_what_is_not_shared_or_wrong_is_said_before_any_run_begins(tmp_path: Path) -> None:
