@@ -112,13 +112,7 @@ def prepare_inputs(recipe: Recipe, *, training: bool, base: Any = None) -> RunIn
     )
     if free is not None and recipe.model.backend == "native":
         check_room(recipe, read_config(folder), free)
-    decoder: Any = base
-    if decoder is None:
-        decoder = (
-            Unloaded(config=read_facts(recipe.model, folder))
-            if training and divides_transformers(recipe)
-            else load_decoder(recipe.model, folder, shared=training and shares_base(recipe))
-        )
+    decoder = _load_base(recipe, folder, training) if base is None else base
     tools, too_long = load_tools(recipe.task), set[int]()
     for name, rows in group_by_task(
         [row for prompts in (train, *scored.values()) for row in prompts]
@@ -156,6 +150,14 @@ def prepare_inputs(recipe: Recipe, *, training: bool, base: Any = None) -> RunIn
         isolation_gaps=grader.left_open,
         warnings=warnings,
     )
+
+
+def _load_base(recipe: Recipe, folder: Path, training: bool) -> Any:
+    """Load the model, which workers of a cluster share where they can. A run whose ranks will each load a
+    part of it gets ``Unloaded``."""
+    if training and divides_transformers(recipe):
+        return Unloaded(config=read_facts(recipe.model, folder))
+    return load_decoder(recipe.model, folder, shared=training and shares_base(recipe))
 
 
 def read_sets(recipe: Recipe, training: bool) -> tuple[list[Prompt], dict[str, list[Prompt]]]:

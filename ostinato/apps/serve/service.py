@@ -118,12 +118,8 @@ class Service:
             if version is not None:
                 return _make_model(version, next(iter(self.models)))
             names = ", ".join(self.models)
-            raise ApiError(
-                f"the model {name!r} is not served here; there are {names}",
-                status=404,
-                param="model",
-                code="model_not_found",
-            )
+            sentence = f"the model {name!r} is not served here; there are {names}"
+            raise ApiError(sentence, status=404, param="model", code="model_not_found")
         return replace(self.models[name], owner=owner)
 
     def list_models(self, owner: str) -> list[Model]:
