@@ -60,14 +60,13 @@ def open_base(recipes: Sequence[Recipe], threads: Threads, relay: SignalRelay) -
         decoders.append(decoder)
         return new_engine(_join_engines(recipes, decoder, renderer), decoder, renderer)
 
-    with contextlib.closing(EngineThread(make)) as thread:
-        yield SharedBase(
-            decoder=decoders[0],
-            thread=thread,
-            threads=threads,
-            relay=relay,
-            start=threading.Barrier(len(recipes)),
-        )
+    thread = EngineThread(make)
+    start = threading.Barrier(len(recipes))
+    try:
+        yield SharedBase(decoder=decoders[0], thread=thread, threads=threads, relay=relay, start=start)
+    finally:
+        with contextlib.suppress(TimeoutError):  # after a second Ctrl-C it may be within a step
+            thread.close()
 
 
 def _join_engines(recipes: Sequence[Recipe], decoder: Decoder, renderer: Renderer) -> Recipe:

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 END_S = 10.0  # for runs that a second Ctrl-C has cancelled
-OWN_KEYS = {"model": {"chat_template_kwargs"}}  # in which runs may differ
+OWN_KEYS = {("model", "chat_template_kwargs")}  # of [model] and [engine], in which runs may differ
+ONE_RUN = {"wandb", "trackio"}  # writers that have one run in a process
 
 
 @dataclass(slots=True)
@@ -50,8 +51,8 @@ def check_shared(recipes: Sequence[Recipe]) -> None:
     for recipe in recipes:
         tree = recipe.model_dump(mode="json")
         for section in ("model", "engine"):
-            for key in tree[section].keys() - OWN_KEYS.get(section, set()):
-                if (own := tree[section][key]) != (other := first[section][key]):
+            for key, own in tree[section].items():
+                if own != (other := first[section][key]) and (section, key) not in OWN_KEYS:
                     raise ValueError(
                         f"{section}.{key} is {own!r} in {recipe.name!r} and {other!r} in "
                         f"{recipes[0].name!r}; runs side by side share base and engine: give it one value"
@@ -65,6 +66,7 @@ def check_shared(recipes: Sequence[Recipe]) -> None:
             'parallel.layout = ""': not recipe.parallel.sharded,
             "pipeline.overlap = false": not recipe.pipeline.overlap,
             'sft.loss = "off"': recipe.sft.loss == "off",
+            f"log.writers without {' and '.join(sorted(ONE_RUN))}": ONE_RUN.isdisjoint(recipe.log.writers),
         }
         for setting, is_set in needed.items():
             if not is_set:

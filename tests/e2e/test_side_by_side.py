@@ -71,7 +71,7 @@ def outcomes(runs: Sequence[SideRun]) -> list[Path]:
 
 
 @NEEDS_KERNELS
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_runs_side_by_side_have_the_bits_of_runs_alone(
     alone: list[dict[str, Any]], tmp_path: Path, count: int
 ) -> None:
@@ -140,6 +140,8 @@ def test_what_is_not_shared_or_wrong_is_said_before_any_run_begins(tmp_path: Pat
             learn_side_by_side([first, recipe(tmp_path, 1, **{key: value})], quiet=True)
     with pytest.raises(ValueError, match=r"pipeline\.overlap = false; set it in 'run-3'"):
         learn_side_by_side([first, recipe(tmp_path, 3, **{"pipeline.overlap": "true"})], quiet=True)
+    with pytest.raises(ValueError, match=r"log\.writers without trackio and wandb; set it in 'run-1'"):
+        learn_side_by_side([first, recipe(tmp_path, 1, **{"log.writers": '["wandb"]'})], quiet=True)
     with pytest.raises(ValueError, match=r"rows\.jsonl"):
         learn_side_by_side([first, recipe(tmp_path, 1, **{"task.source": "rows.jsonl"})], quiet=True)
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]
