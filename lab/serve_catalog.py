@@ -53,7 +53,7 @@ class ServeCatalog(ModelBench):
     clients: int = option(64, "At once, each with a request after the other.")
     zipf: float = option(1.0, "Exponent of how often a policy is asked for, by its rank.")
     minutes: float = option(10.0, "Of the clients at all policies, and as many at one.")
-    rank: int = option(16, "Of the adapters.")
+    rank: int = option(4, "Of the adapters.")
     new_tokens: int = option(32, "Of every answer.")
     catalog_mb: int = option(256, "Of adapters in memory.")
 

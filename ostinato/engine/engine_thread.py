@@ -33,9 +33,11 @@ END_S = 5.0
 
 
 async def run_in_own_thread(function: Callable[..., T], *arguments: Any) -> T:
-    """Run ``function`` in a thread that ends with it, with its team of OpenMP workers, and return its
-    result."""
-    with ThreadPoolExecutor(1) as pool:
+    """Run ``function`` in a thread that ends with it, without OpenMP workers, which would wait for the cores
+    of the engine's, and return its result."""
+    from ostinato.model.native.build import compute_alone
+
+    with ThreadPoolExecutor(1, initializer=compute_alone) as pool:
         return await asyncio.get_running_loop().run_in_executor(pool, function, *arguments)
 
 

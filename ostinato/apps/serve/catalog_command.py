@@ -40,7 +40,7 @@ def add(
     from ostinato.model.peft_io import LOGICAL, map_saved
 
     path = adapter.expanduser() / LOGICAL
-    with _open(folder, new=True) as catalog, contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         if not path.is_file():
             if not base:
                 raise ValueError(
@@ -48,6 +48,7 @@ def add(
                 )
             path = stack.enter_context(_convert(adapter, base))
         map_saved(path)  # raises for a file that is damaged or something else
+        catalog = stack.enter_context(_open(folder, new=True))
         _show(catalog.publish(owner, name, path, parent))
 
 

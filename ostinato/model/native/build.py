@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import platform
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -38,6 +39,14 @@ def load_library() -> ctypes.CDLL:
         if "__kmpc" not in str(error):
             raise
         raise BuildError("clang++ calls an OpenMP that this torch does not bring; install g++") from error
+
+
+def compute_alone() -> None:
+    """Let the calling thread compute without OpenMP workers from now on, as far as torch brings its OpenMP;
+    other threads keep theirs."""
+    torch.get_num_threads()  # here torch sets the number of a new thread, which would undo the next line
+    with suppress(BuildError):
+        ctypes.CDLL(str(_find_openmp())).omp_set_num_threads(1)
 
 
 def _adapt_openmp(options: tuple[str, ...], system: str = platform.system()) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from worlds import adapters_of, tiny_decoder
 
+from ostinato.engine.engine_thread import run_in_own_thread
 from ostinato.launch.policy import load_adapter, map_policy
 from ostinato.model.peft_io import LOGICAL, compute_base_fingerprint, save_peft
 from ostinato.model.shapes import ExpertScheme
@@ -46,3 +48,10 @@ def test_a_file_of_another_base_or_a_damaged_one_is_refused(tmp_path: Path) -> N
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match="truncated or not an adapter of ours"):
             map_policy(path, decoder.config, fingerprint, decoder.dtype)
+
+
+def test_a_load_in_a_thread_of_its_own_takes_no_team_of_workers() -> None:
+    """Beside an engine's, a team waited for cores: a load took eight times as long on two cores."""
+    before = torch.get_num_threads()
+    assert asyncio.run(run_in_own_thread(torch.get_num_threads)) == 1
+    assert torch.get_num_threads() == before
