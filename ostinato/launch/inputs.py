@@ -500,7 +500,7 @@ def _new_task_factory(
     turns = task.max_turns
     new_memory = load_app("task.memory")(memory, renderer, counters) if task.memory else None
     if agents is not None:
-        return agents.episodes(task, counters, new_memory)
+        return agents.make_episodes(task, counters, new_memory)
     factory, opening = make_factory(task.env, task.env_params) if task.env else None, asyncio.Lock()
 
     def episode(prompt: Prompt) -> Env:
@@ -531,7 +531,7 @@ class EpisodeMemory(Protocol):
 class AgentTasks(Protocol):
     """Episodes that agents play through a server of this process."""
 
-    def episodes(
+    def make_episodes(
         self, task: OneTask, counters: Counter[str], new_memory: Callable[[], EpisodeMemory] | None
     ) -> Callable[[Prompt], Env]: ...
 
