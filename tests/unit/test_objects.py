@@ -33,7 +33,8 @@ def test_a_closure_is_loaded_by_another_process(tmp_path: Path) -> None:
 
     spec = name_object(score, tmp_path / "objects", "reward")
     assert spec == name_object(score, tmp_path / "objects", "reward"), "the same object has the same name"
-    program = f"from ostinato.reward.verify import resolve_function; print(resolve_function({spec!r})(completions=['abc']))"
+    resolve = f"from ostinato.reward.verify import resolve_function; score = resolve_function({spec!r})"
+    program = f"{resolve}; print(score(completions=['abc']))"
     assert subprocess.check_output([sys.executable, "-c", program], text=True) == "[3.25]\n"
     assert load_named(spec, "tool", "")(completions=["a"]) == [1.25]
 
