@@ -130,13 +130,16 @@ class EngineThread(Generic[E]):
         return await asyncio.wrap_future(self._submit(function))
 
     def run(self, function: Callable[[E], T]) -> T:
-        """``call`` for a caller that is no coroutine, whose thread waits for the result."""
+        """``call`` for a caller that is no coroutine, whose thread waits for the result. Raises RuntimeError
+        after ``close``."""
         return self._submit(function).result()
 
     def _submit(self, function: Callable[[E], T]) -> Future[T]:
         async def run() -> T:
             return function(self.engine)
 
+        if self._loop.is_closed():
+            raise RuntimeError("the thread of the engine has ended")
         return asyncio.run_coroutine_threadsafe(run(), self._loop)
 
     def close(self) -> None:

@@ -40,9 +40,6 @@ class SharedBase:
     relay: SignalRelay
     start: threading.Barrier
 
-    def make_place(self, policy: str, share: float) -> SharedPlace:
-        return SharedPlace(self, policy, share)
-
 
 @contextlib.contextmanager
 def open_base(recipes: Sequence[Recipe], threads: Threads, relay: SignalRelay) -> Iterator[SharedBase]:

@@ -119,8 +119,10 @@ def learn_side_by_side(
 def _learn(run: SideRun, base: SharedBase, share: float, quiet: bool) -> None:
     """Train in this thread, and store the outcome or the error. A run that fails before all can begin ends
     the others, which then have no error of their own."""
+    from ostinato.launch.shared_base import SharedPlace
+
     name = run.folder.name
-    place = base.make_place(name, share)
+    place = SharedPlace(base, name, share)
     try:
         console = Screen(quiet=quiet, prefix=f"{name}: ")
         run.outcome = run_session(run.recipe, run.folder, console, workers=WORKERS, place=place)
