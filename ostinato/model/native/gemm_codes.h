@@ -1,7 +1,7 @@
-// Products of int8 codes in whole numbers: y[M, N] = x[M, K] w[N, K]^T, for processors that do not multiply bf16.
+// Products of int8 codes in whole numbers: y[M, N] = x[M, K] w[N, K]^T, under fp32 and where no bf16 is multiplied.
 //
 // A row of x becomes whole numbers of 16 bits with a scale for every SPAN inputs. A tile of 16 rows of w is widened to
-// 16 bits a SPAN at a time, once for all rows of x, and multiplied with each: the sums of a SPAN are exact in 32 bits,
+// 16 bits, with AVX-512 in registers, else a SPAN at a time for all rows of x: the sums of a SPAN are exact in 32 bits,
 // whatever their order, and then added up in fp32, SPAN after SPAN. So a row's result depends on the row alone.
 #pragma once
 #include "gemm_dot.h"
