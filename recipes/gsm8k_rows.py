@@ -1,4 +1,4 @@
-"""GSM8K for ``laptop-1.5b.toml``: each question behind two solved rows of the train split, as turns of a chat.
+"""GSM8K for ``laptop-1.5b.toml``: each question behind two solved rows of the train split, as turns.
 
 python gsm8k_rows.py TRAIN.jsonl TEST.jsonl FOLDER      writes FOLDER/train.jsonl and FOLDER/eval.jsonl
 
