@@ -46,5 +46,5 @@ def main(train: str, test: str, folder: str) -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) != 4:
-        sys.exit("\n\n".join(__doc__.split("\n\n")[1:2]))
+        sys.exit("usage: python gsm8k_rows.py TRAIN.jsonl TEST.jsonl FOLDER")
     main(*sys.argv[1:])

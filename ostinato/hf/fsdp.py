@@ -263,7 +263,7 @@ class PieceAdapters(ModuleAdapters):
     def scale(self, name: str) -> float:
         return self.spec.alpha / self.shapes[f"{name}.A"][-2]
 
-    def copy_of(self, leaves: Mapping[str, Tensor], config: Any) -> Adapters:
+    def copy_leaves(self, leaves: Mapping[str, Tensor], config: Any) -> Adapters:
         """Copy whole factors; ``config`` is not used."""
         names = dict.fromkeys(name.rpartition(".")[0] for name in leaves)
         pairs = {name: (leaves[f"{name}.A"].clone(), leaves[f"{name}.B"].clone()) for name in names}

@@ -78,8 +78,8 @@ def running(code: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
 HOLDER = """
 import sys, time, torch
 from pathlib import Path
-from ostinato.model.shared import shared_model
-decoder = shared_model(sys.argv[1], torch.bfloat16, folder=Path(sys.argv[2]))
+from ostinato.model.shared import load_shared_model
+decoder = load_shared_model(sys.argv[1], torch.bfloat16, folder=Path(sys.argv[2]))
 print("holds", flush=True)
 time.sleep(60)
 """
@@ -93,8 +93,8 @@ def fill(decoder, folder):
     print("writes", flush=True)
     time.sleep(60)
 
-shared.fill = fill
-shared.shared_model(sys.argv[1], torch.bfloat16, folder=Path(sys.argv[2]))
+shared.fill_decoder = fill
+shared.load_shared_model(sys.argv[1], torch.bfloat16, folder=Path(sys.argv[2]))
 """
 
 

@@ -486,4 +486,4 @@ def _make_support(functions: dict[str, Callable[..., None]]) -> Callable[..., tu
     return support
 
 
-__all__ = ["BuildError", "FusedStep", "Kernels", "load"]
+__all__ = ["BuildError", "FusedStep", "Kernels", "load_kernels"]

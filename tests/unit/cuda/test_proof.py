@@ -105,9 +105,9 @@ def test_without_a_gpu_triton_is_not_imported() -> None:
     program = (
         "import sys; sys.path.append('tests'); from worlds import tiny_decoder\n"
         "from ostinato.config import Recipe\n"
-        "from ostinato.launch.engine import sampler_kernels, training_ops\n"
+        "from ostinato.launch.engine import choose_sampler_kernels, choose_training_ops\n"
         "recipe, decoder = Recipe(), tiny_decoder()\n"
-        "sampler_kernels(recipe, decoder), training_ops(recipe, decoder)\n"
+        "choose_sampler_kernels(recipe, decoder), choose_training_ops(recipe, decoder)\n"
         "assert not [name for name in sys.modules if name.partition('.')[0] == 'triton']"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -228,10 +228,10 @@ IDLE = """
     import json, resource, socket, sys, threading, urllib.request
     resource.setrlimit(resource.RLIMIT_NOFILE, (80, 120))
     from ostinato.access import STRICT
-    from ostinato.apps.serve.server import HttpServer, address, bind
+    from ostinato.apps.serve.server import HttpServer, format_address, open_socket
     from tests.unit.serve.test_access import echo
-    listening = bind("127.0.0.1", 0)
-    print(address(listening), resource.getrlimit(resource.RLIMIT_NOFILE)[0], flush=True)
+    listening = open_socket("127.0.0.1", 0)
+    print(format_address(listening), resource.getrlimit(resource.RLIMIT_NOFILE)[0], flush=True)
     HttpServer(echo, listening, STRICT, lifespan="off").serve_until_signal()
 """
 
