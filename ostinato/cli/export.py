@@ -55,6 +55,8 @@ def export(
         raise ValueError(
             '--gguf-adapter needs a run with adapter.kind "lora"; this one trains all: use --gguf'
         )
+    if gguf_adapter and any(".experts." in name for name in policy.adapters.tensors):
+        raise ValueError("llama.cpp's converter takes no adapter of experts; use --gguf, which merges it")
     if merged and policy.adapters is not None:
         from ostinato.model.decoder import Decoder
         from ostinato.model.peft_io import export_merged
@@ -119,7 +121,8 @@ def _find_converter(name: str, llama_cpp: Path | None) -> list[str]:
             f"{name} of llama.cpp, which writes GGUF, is not {place}; clone llama.cpp, and give its "
             "folder by --llama-cpp"
         )
-    return [path] if os.access(path, os.X_OK) else [sys.executable, path]
+    # the converters of a checkout need torch, which this Python has
+    return [path] if llama_cpp is None and os.access(path, os.X_OK) else [sys.executable, path]
 
 
 def _convert(command: list[str], folder: Path, name: str, modelfile: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -20,6 +21,8 @@ from ostinato.observe.concerns import failed_rewards, unsolved
 from ostinato.pipeline.signals import Ended
 from ostinato.run import MAIN_SET, RunFolder, new_run_path
 from ostinato.terminal import say, show_log
+
+KEY = re.compile(r"[\w.]+\s*=")  # section.key=value
 
 # signals: 128 + number, as in shells
 EXIT = {"interrupted": 130, "terminated": 143, "collapsed": 1, "forgot": 1}
@@ -60,13 +63,15 @@ def show_end(outcome: Outcome) -> int:
 def train_all(words: Sequence[str], restarts: int, shares: str) -> int:
     """Train by the recipes among ``words``, side by side if there are several; the others are keys of all.
     ``shares``: numbers with commas. Returns the exit code. Raises ValueError for what does not fit."""
-    recipes, keys = ([word for word in words if ("=" in word) == is_key] for is_key in (False, True))
+    first, *others = words  # paths may have = in them
+    keys = [word for word in others if KEY.match(word)]
+    recipes = [first, *(word for word in others if not KEY.match(word))]
     if len(recipes) == 1 and shares:
         raise ValueError(f"--shares is {shares!r} with one recipe; leave it out, or give more recipes")
     if len(recipes) == 1:
         return train(recipes[0], keys, restarts)
     try:
-        numbers = [float(word) for word in shares.split(",") if word]
+        numbers = [float(word) for word in shares.split(",")] if shares else []
     except ValueError:
         raise ValueError(f"--shares is {shares!r}; give numbers, as 2,1") from None
     return train_side_by_side(recipes, keys, numbers, restarts)
@@ -86,8 +91,9 @@ def train_side_by_side(
     try:
         runs = learn_side_by_side([Recipe.load(recipe, *overrides) for recipe in recipes], shares=shares)
     except KeyboardInterrupt as stop:
+        why = stop.why if isinstance(stop, Ended) else "interrupted"
         say(f"ostinato: stopped at once; {str(stop) or 'runs that had begun can be resumed'}", error=True)
-        return EXIT["interrupted"]
+        return EXIT[why]
     codes = [show_end(run.outcome) for run in runs if run.outcome is not None]
     for run in runs:
         if run.error is not None:

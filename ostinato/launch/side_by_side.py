@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -66,6 +67,7 @@ def check_shared(recipes: Sequence[Recipe]) -> None:
             'parallel.layout = ""': not recipe.parallel.sharded,
             "pipeline.overlap = false": not recipe.pipeline.overlap,
             'sft.loss = "off"': recipe.sft.loss == "off",
+            'teacher.model = "" and teacher.url = ""': not recipe.teacher.model and not recipe.teacher.url,
             f"log.writers without {' and '.join(sorted(ONE_RUN))}": ONE_RUN.isdisjoint(recipe.log.writers),
         }
         for setting, is_set in needed.items():
@@ -85,7 +87,7 @@ def learn_side_by_side(
     one of them; KeyboardInterrupt after a second Ctrl-C.
     """
     shares = shares or [1.0] * len(recipes)
-    if len(shares) != len(recipes) or min(shares) <= 0:
+    if len(shares) != len(recipes) or not all(0 < share < math.inf for share in shares):
         raise ValueError(
             f"shares are {list(shares)}; give a number above 0 for each of {len(recipes)} recipes"
         )
@@ -122,13 +124,14 @@ def _learn(run: SideRun, base: SharedBase, share: float, quiet: bool) -> None:
     from ostinato.launch.shared_base import SharedPlace
 
     name = run.folder.name
-    place = SharedPlace(base, name, share)
+    place = SharedPlace(base, str(run.folder), share)  # folders of two log.dir may have one name
     try:
         console = Screen(quiet=quiet, prefix=f"{name}: ")
         run.outcome = run_session(run.recipe, run.folder, console, workers=WORKERS, place=place)
     except threading.BrokenBarrierError:
         pass
     except BaseException as error:  # also KeyboardInterrupt, which ends a thread like any other
+        error.add_note(f"in the recipe {run.recipe.name!r}")
         run.error = error
         if not place.has_begun:
             base.start.abort()

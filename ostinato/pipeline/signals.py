@@ -194,7 +194,8 @@ class SignalRelay:
     def _hand_on(self, number: int, frame: FrameType | None) -> None:
         self._received.append(number)
         for handler in tuple(self._handlers):
-            with suppress(KeyboardInterrupt):  # of a thread that cannot be interrupted
+            # of a thread that cannot be interrupted, and of a run whose loop has just been closed
+            with suppress(KeyboardInterrupt, RuntimeError):
                 handler(number, frame)
         if number == signal.SIGINT and self._received.count(number) > 1:
             raise KeyboardInterrupt

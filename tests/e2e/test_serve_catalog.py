@@ -118,6 +118,13 @@ def test_a_publish_is_served_from_the_next_request_on_and_damage_is_said(made: M
         at.served.policies.refresh()
         assert ask(at, "one").status_code == 404
 
+        # a policy with the name of the base: nobody is answered by the other one
+        made.catalog.publish("", MODEL, made.sources[0])
+        at.served.policies.refresh()
+        refused = ask(at, MODEL)
+        assert refused.status_code == 409 and f"{MODEL}@1" in refused.text
+        assert ask(at, f"{MODEL}@1").status_code == 200
+
 
 def test_a_key_reads_nothing_of_another_key_and_takes_nothing_from_it(made: Made) -> None:
     quota = Quota(sequences=3)
@@ -163,6 +170,9 @@ def test_a_key_reads_nothing_of_another_key_and_takes_nothing_from_it(made: Made
         until(lambda: at.served.service.num_sequences == 3)
         refused = ask(at, MODEL, bob)
         assert refused.status_code == 429 and "quota of 3" in refused.text
+        scored = ask(at, MODEL, bob, max_tokens=0, echo=True, logprobs=1)
+        assert scored.status_code == 429, "a prompt that is scored takes a sequence of its key"
+        assert ask(at, MODEL, bob, n=4).status_code == 400, "it can never be answered"
         assert text_of(ask(at, "secret", ann)) == first
         assert all(done.result().status_code == 200 for done in running)
 

@@ -144,7 +144,18 @@ def test_what_is_not_shared_or_wrong_is_said_before_any_run_begins(tmp_path: Pat
         learn_side_by_side([first, recipe(tmp_path, 1, **{"log.writers": '["wandb"]'})], quiet=True)
     with pytest.raises(ValueError, match=r"rows\.jsonl"):
         learn_side_by_side([first, recipe(tmp_path, 1, **{"task.source": "rows.jsonl"})], quiet=True)
+    with pytest.raises(ValueError, match=r"teacher\.url = .*; set it in 'run-1'"):
+        learn_side_by_side([first, recipe(tmp_path, 1, **{"teacher.url": "http://127.0.0.1:1"})], quiet=True)
+    for shares in ("nan,1", ",", "1,-1"):
+        with pytest.raises(ValueError, match="shares"):
+            train_all([str(tmp_path / "0.toml"), str(tmp_path / "1.toml")], 0, shares)
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]
+
+
+def test_a_path_may_have_an_equals_sign(tmp_path: Path) -> None:
+    """Such a recipe was taken for a key, and the sentence was about min()."""
+    with pytest.raises(ValueError, match=r"lr=1/r\.toml"):
+        train_all([str(tmp_path / "lr=1" / "r.toml"), "trainer.steps=1"], 0, "")
 
 
 def test_signals_reach_the_loops_of_other_threads() -> None:

@@ -252,6 +252,12 @@ class Handlers:
 
         async def handle_owned(request: Request) -> Response:
             if policies is not None:
+                if policies.catalog.has_owners and (self._memory is not None or self._feedback is not None):
+                    raise ApiError(  # keys that were made while it runs
+                        "--feedback and --memory do not keep keys of the catalog apart; restart without them",
+                        status=403,
+                        kind="permission_error",
+                    )
                 request.state.owner = policies.authenticate(read_key(request), self._key)
             return await handler(request)
 

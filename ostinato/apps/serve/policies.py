@@ -74,10 +74,12 @@ class CatalogPolicies:
         self.counts["hit"] += name in self._residency
         end = asyncio.get_running_loop().time() + WAIT_S
         while name not in self._residency:  # what was loaded may be evicted before this goes on
-            freed = self._freed
+            freed, is_full = self._freed, False
             try:
                 await asyncio.shield(asyncio.ensure_future(self._bring_in(version)))  # others may wait for it
             except Full:
+                is_full = True
+            if is_full:  # outside of the handler, whose traceback would hold the adapter that was loaded
                 await self._wait_for_room(freed, version, end)
         self._residency.pin(name)
         try:
@@ -93,6 +95,7 @@ class CatalogPolicies:
         try:
             async with asyncio.timeout_at(end):
                 await freed.wait()
+                await asyncio.sleep(0)  # where the time has come, it is over here although a pin has ended
         except TimeoutError:
             self.counts["refused"] += 1
             raise make_rate_error(
@@ -137,7 +140,12 @@ class CatalogPolicies:
                 engine.publish(served, version.version, name)
 
             # A request that finds the name from now on reaches the engine after this call.
-            await self._thread.call(swap)
+            try:
+                await self._thread.call(swap)
+            except BaseException:
+                if not self._residency.is_pinned(name):
+                    self._residency.drop(name)  # it is not in the engine
+                raise
 
 
 def policy_name(version: Version) -> str:

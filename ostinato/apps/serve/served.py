@@ -23,7 +23,6 @@ from ostinato.apps.serve.metrics import Metrics
 from ostinato.apps.serve.policies import OUTCOMES, CatalogPolicies
 from ostinato.apps.serve.service import Canary, Limits, Model, Service
 from ostinato.catalog import open_catalog
-from ostinato.database import Unavailable
 from ostinato.engine.engine_thread import EngineThread, run_in_own_thread
 from ostinato.engine.local import LocalEngine
 from ostinato.launch import RunFailed
@@ -178,7 +177,7 @@ async def follow_catalog(policies: CatalogPolicies) -> None:
         await asyncio.sleep(LOOK_S)
         try:
             policies.refresh()
-        except Unavailable as error:
+        except Exception as error:  # an end of this loop would keep keys valid that are revoked
             log.warning("the catalog cannot be read: %s", error)
 
 

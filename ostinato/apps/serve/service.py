@@ -107,18 +107,21 @@ class Service:
         self._thread, self._sequences = thread, Counter[str]()  # by owner
         self._pool = ThreadPoolExecutor(MAX_LONG_TEXTS, "tokenizing")
         self.num_long_texts = 0  # that are encoded or decoded now
+        self._scoring = asyncio.Semaphore(1)  # prompts: passes of others run between two of them
 
     def find_model(self, name: str, owner: str = "") -> Model:
         """Return the model of this name, also one of the ``owner`` in the catalog; the first model for "".
         Raises ApiError 404 if there is none, which says nothing of the policies of others."""
         if not name:
             return replace(next(iter(self.models.values())), owner=owner)
+        version = self.policies.catalog.find(owner, name) if self.policies is not None else None
+        if version is not None and name in self.models:
+            sentence = f"two models are named {name!r}; ask for {version.label}, or publish another name"
+            raise ApiError(sentence, status=409, param="model")
+        if version is not None:
+            return _make_model(version, next(iter(self.models)))
         if name not in self.models:
-            version = self.policies.catalog.find(owner, name) if self.policies is not None else None
-            if version is not None:
-                return _make_model(version, next(iter(self.models)))
-            names = ", ".join(self.models)
-            sentence = f"the model {name!r} is not served here; there are {names}"
+            sentence = f"the model {name!r} is not served here; there are {', '.join(self.models)}"
             raise ApiError(sentence, status=404, param="model", code="model_not_found")
         return replace(self.models[name], owner=owner)
 
@@ -304,8 +307,13 @@ class Service:
             decoder, adapters, ops = engine.model_of(model.policy)
             return score_prompt(decoder, adapters, tokens, top, ops)
 
-        async with self._hold(model):
-            logprobs, best = await self._thread.call(score)
+        self.check_room(1, model.owner)
+        self._sequences[model.owner] += 1
+        try:
+            async with self._scoring, self._hold(model):
+                logprobs, best = await self._thread.call(score)
+        finally:
+            self._sequences[model.owner] -= 1
         likeliest = () if best is None else tuple(zip(*best, strict=True))
         return Emitted(tokens=tokens[1:], logprobs=logprobs, top=likeliest)
 
@@ -313,22 +321,9 @@ class Service:
         """Raise ApiError for more answers than this server can begin now (429), or ever (400), for anybody or
         for ``owner``."""
         quota = self.policies.catalog.find_quota(owner) if self.policies is not None else None
-        if quota is not None and self._sequences[owner] + count > quota.sequences:
-            raise make_rate_error(
-                f"{self._sequences[owner]} sequences of this key are under way, and it has a quota of "
-                f"{quota.sequences}; try again later"
-            )
-        if count > self.limits.sequences:
-            raise ApiError(
-                f"the request is for {count} answers, and this server gives {self.limits.sequences} at once; "
-                "send fewer prompts",
-                param="prompt",
-            )
-        if self.num_sequences + count > self.limits.sequences:
-            raise make_rate_error(
-                f"{self.num_sequences} sequences are under way, and this server takes "
-                f"{self.limits.sequences}; try again later"
-            )
+        if quota is not None:
+            _check_bound(count, self._sequences[owner], quota.sequences, "this key has a quota of")
+        _check_bound(count, self.num_sequences, self.limits.sequences, "this server takes")
 
     async def answer_call(
         self, call: Call, requests: list[Request], model: Model
@@ -384,6 +379,15 @@ class Service:
     def num_sequences(self) -> int:
         """Sequences that were admitted and have not ended."""
         return self._sequences.total()
+
+
+def _check_bound(count: int, under_way: int, most: int, bound: str) -> None:
+    """Raise ApiError where ``count`` more sequences are above ``most``: 400 if always, 429 if now."""
+    if count > most:
+        sentence = f"the request is for {count} answers, and {bound} {most} at once; send fewer prompts"
+        raise ApiError(sentence, param="prompt")
+    if under_way + count > most:
+        raise make_rate_error(f"{under_way} sequences are under way, and {bound} {most}; try again later")
 
 
 def _make_model(version: Version, base: str) -> Model:
