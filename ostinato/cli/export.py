@@ -55,7 +55,7 @@ def export(
         raise ValueError(
             '--gguf-adapter needs a run with adapter.kind "lora"; this one trains all: use --gguf'
         )
-    if gguf_adapter and any(".experts." in name for name in policy.adapters.tensors):
+    if gguf_adapter and policy.adapters and any(".experts." in name for name in policy.adapters.tensors):
         raise ValueError("llama.cpp's converter takes no adapter of experts; use --gguf, which merges it")
     if merged and policy.adapters is not None:
         from ostinato.model.decoder import Decoder
