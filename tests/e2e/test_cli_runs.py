@@ -193,12 +193,15 @@ def test_export_for_other_servers(
         "pathlib.Path(outfile).write_bytes(tensors.read_bytes())\n"
     )
     options = ("--gguf-adapter", "--llama-cpp", "checkout")
-    assert "--lora" in here("export", str(folder), "out/lora", *options)
+    assert "converter takes no adapter of experts" in here("export", str(folder), "out/no", *options, code=2)
+    here("train", "tiny.toml", 'adapter.targets=["attn"]', "trainer.steps=1", "log.dir=dense")
+    (dense,) = (place / "dense").glob("tiny-*")
+    assert "--lora" in here("export", str(dense), "out/lora", *options)
     assert (place / "out/lora/adapter.gguf").is_file()
     source, adapter = (place / "out/lora/Modelfile").read_text().splitlines()
     assert (Path(source.removeprefix("FROM ")) / "config.json").is_file() and adapter.endswith("adapter.gguf")
     (checkout / "convert_lora_to_gguf.py").write_text("raise SystemExit('no such model')")
-    assert "no such model" in here("export", str(folder), "out/failed", *options, code=1)
+    assert "no such model" in here("export", str(dense), "out/failed", *options, code=1)
 
 
 def test_a_run_is_not_resumed_with_other_rows_unless_they_are_named(place: Path, here: Here) -> None:
