@@ -22,9 +22,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ostinato.parallel.launch import local_place, loopback
+
+if TYPE_CHECKING:
+    from ostinato.types import Batch
 
 EVERY_S = 0.002
 PHASES = ("load", "train")
@@ -57,16 +60,40 @@ def watch(row: dict[str, tuple[float, float]], name: str) -> Iterator[None]:
         row[name] = peaks[0][0] - row["before"][0], peaks[0][1] - row["before"][1]
 
 
+def draw_batch(vocab_size: int, rows: int) -> Batch:
+    """Eight samples with ``rows`` tokens together, in four microbatches."""
+    import numpy as np
+
+    from ostinato.algo.pack import Aggregation, aggregation_weights, pack
+    from ostinato.types import Sample
+
+    rng, length, prompt = np.random.default_rng(0), rows // 8, rows // 16
+    mask = np.arange(length) >= prompt
+    samples = [
+        Sample(
+            tokens=rng.integers(4, vocab_size, length).astype(np.int32),
+            loss_mask=mask,
+            logprobs=np.where(mask, -1, 0).astype(np.float32),
+            advantages=np.where(mask, rng.standard_normal(), 0).astype(np.float32),
+            versions=np.where(mask, 0, -1).astype(np.int32),
+            group=number,
+            prompt_len=prompt,
+            uid=str(number),
+        )
+        for number in range(8)
+    ]
+    weights = aggregation_weights(samples, Aggregation.TOKEN)
+    return pack(samples, weights, tokens_per_microbatch=2 * length)
+
+
 def measure(folder: Path, ranks: int, rows: int, steps: int) -> dict[str, tuple[float, float]]:
     """Load and train in this process, one of ``ranks`` of torch.distributed; MB by phase."""
-    import numpy as np
     import torch
     import torch.distributed as dist
     import transformers
     from torch.distributed.fsdp import fully_shard
 
     from ostinato.algo.algorithms import algorithm
-    from ostinato.algo.pack import Aggregation, aggregation_weights, pack
     from ostinato.config import TrainerSection
     from ostinato.hf.factors import init_sites
     from ostinato.hf.fsdp import PieceAdapters, PieceLeaves, load_sharded
@@ -76,7 +103,6 @@ def measure(folder: Path, ranks: int, rows: int, steps: int) -> dict[str, tuple[
     from ostinato.parallel.layout import Layout
     from ostinato.train.fully_sharded import fully_sharded_trainer
     from ostinato.train.trainer import PolicyTrainer
-    from ostinato.types import Sample
 
     spec = AdapterSpec(rank=16, alpha=32, targets=("attn", "mlp"))
     settings, rule = TrainerSection(recompute=True), algorithm("grpo")
@@ -100,23 +126,7 @@ def measure(folder: Path, ranks: int, rows: int, steps: int) -> dict[str, tuple[
             pieces = PieceAdapters.cut(init_sites(model.sites, spec, 0, "cpu"), links)
             leaves = PieceLeaves(pieces, links)
             trainer = fully_sharded_trainer(links, model, pieces, leaves, rule, settings=settings)
-    rng, length, prompt = np.random.default_rng(0), rows // 8, rows // 16
-    mask = np.arange(length) >= prompt
-    samples = [
-        Sample(
-            tokens=rng.integers(4, model.config.vocab_size, length).astype(np.int32),
-            loss_mask=mask,
-            logprobs=np.where(mask, -1, 0).astype(np.float32),
-            advantages=np.where(mask, rng.standard_normal(), 0).astype(np.float32),
-            versions=np.where(mask, 0, -1).astype(np.int32),
-            group=number,
-            prompt_len=prompt,
-            uid=str(number),
-        )
-        for number in range(8)
-    ]
-    weights = aggregation_weights(samples, Aggregation.TOKEN)
-    batch = pack(samples, weights, tokens_per_microbatch=2 * length)
+    batch = draw_batch(model.config.vocab_size, rows)
     with watch(row, "train"):
         for _ in range(steps):
             trainer.step(batch)

@@ -77,9 +77,9 @@ def _join_engines(recipes: Sequence[Recipe], decoder: Decoder, renderer: Rendere
     ]
     need = replace(
         needs[0],
-        prompts=sum(one.prompts for one in needs),
-        group=max(one.group for one in needs),
-        answer_tokens=max(one.answer_tokens for one in needs),
+        prompts=sum(other.prompts for other in needs),
+        group=max(other.group for other in needs),
+        answer_tokens=max(other.answer_tokens for other in needs),
     )
     cache = slots.model_copy(update={"kv_memory_mb": choose_kv_memory_mb(joined, decoder, need)})
     return joined.model_copy(update={"engine": cache})

@@ -310,7 +310,7 @@ class Service:
         self.check_room(1, model.owner)
         self._sequences[model.owner] += 1
         try:
-            async with self._scoring, self._hold(model):
+            async with self._hold(model), self._scoring:  # a policy is waited for without the turn
                 logprobs, best = await self._thread.call(score)
         finally:
             self._sequences[model.owner] -= 1

@@ -48,6 +48,14 @@ def ask(engine: Engine, seed: int) -> list[Completion]:
     return asyncio.run(rounds())
 
 
+def test_the_share_of_a_view_is_that_of_its_policy_in_the_engine() -> None:
+    with contextlib.closing(EngineThread(new_engine)) as thread:
+        with contextlib.closing(PolicyView(thread, "run", share=3.0)) as view:
+            view.publish(ADAPTERS[0], 0)
+            assert thread.engine.shares == {"run": 3.0}
+        assert thread.engine.shares == {}
+
+
 @NEEDS_KERNELS
 def test_loops_in_threads_get_the_answers_that_they_get_alone() -> None:
     together: dict[int, list[Completion]] = {}

@@ -47,7 +47,7 @@ def adapters_of(model: TransformersModel) -> ModuleAdapters:
 
 
 def trained(rank: int, ranks: int, folder: Path, batch: Batch) -> dict[str, Any]:
-    """Scores, losses and the adapter of three steps; the state before the last is restored from one file."""
+    """Scores, losses and the adapter of three steps."""
     settings, held = trainer_options(**OPTIONS), 0
     if ranks == 1:
         whole = load_transformers(folder, dtype=torch.float32, device="cpu")

@@ -88,17 +88,20 @@ def test_what_does_not_go_with_it_is_refused_by_name(
         resolve_backend(recipe_of(gemma, tmp_path, 1, **{key: value}))
 
 
-@pytest.mark.slow  # four runs, two of them on two ranks
+@pytest.mark.slow  # six runs, four of them on two ranks
 def test_two_ranks_train_and_sample_with_parts_of_the_model(tmp_path: Path) -> None:
-    """Answers and the adapter are those of one process; a run goes on with another number of ranks."""
+    """Answers and the adapter are those of one process; a run goes on with its ranks, and without them."""
     folder = with_tokenizer(saved("qwen3", tmp_path / "qwen3"))
     options = {"model.backend": "transformers", "model.dtype": "float32", "eval.at_start": "true"}
     runs = {}
-    for name, steps, layout in (("one", 2, ""), ("two", 2, "d2f2"), ("begun", 1, "d2f2")):
+    for name, steps, layout in (
+        *(("one", 2, ""), ("two", 2, "d2f2"), ("begun", 1, "d2f2"), ("again", 1, "d2f2")),
+    ):
         keys = {**options, "parallel.layout": layout} if layout else options
         runs[name] = learn(recipe_of(folder, tmp_path, steps, **keys), quiet=True)
     assert runs["one"].evals()[0]["reward"] == runs["two"].evals()[0]["reward"]
     resume(runs["begun"].folder, "trainer.steps=2", "parallel.layout=''", quiet=True)
+    resume(runs["again"].folder, "trainer.steps=2", quiet=True)
     model = load_transformers(folder, dtype=torch.float32, device="cpu")
     first, *others = (
         read_folder(run.folder / "adapter", model.sites, "cpu").list_leaves() for run in runs.values()
