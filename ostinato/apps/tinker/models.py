@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import logging
 import math
 import time
 from collections import Counter
@@ -33,6 +34,7 @@ from ostinato.residency import Full, Residency
 from ostinato.train.accumulate import Accumulator, Adam, Scored, run_to_end
 from ostinato.train.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 
+log = logging.getLogger(__name__)
 SNAPSHOT_S = 30.0  # between snapshots: the next process may have to repeat this much work
 MAX_RANK = 256  # or the width of the model, if larger
 ALPHA = 32.0  # Tinker's value for every rank
@@ -337,7 +339,9 @@ class Models:
         model.seq = stored.seq
 
     def _save_snapshot(self, model: Model, *, now: bool = False) -> None:
-        """Save a snapshot if one is due and no gradients are accumulated."""
+        """Save a snapshot if one is due and no gradients are accumulated. A snapshot that cannot be written
+        (a full disk) is logged, and tried again when one is due: the requests behind the last one are in the
+        registry, so nothing is lost."""
         is_due = now or time.monotonic() - model.saved_at >= SNAPSHOT_S
         if not is_due or not model.is_clean or model.seq <= model.saved_seq:
             return
@@ -350,8 +354,13 @@ class Models:
             state={"steps": accumulator.steps, "taken": model.num_optim_steps},
             identity=make_identity(self._base, accumulator.adapters.spec),
         )
-        save_checkpoint(self._make_snapshot_folder(model.id), checkpoint, keep=1)
-        model.saved_seq, model.saved_at = model.seq, time.monotonic()
+        model.saved_at = time.monotonic()
+        try:
+            save_checkpoint(self._make_snapshot_folder(model.id), checkpoint, keep=1)
+        except OSError as error:
+            log.error("no snapshot of %s could be saved (%s); its requests are kept", model.id, error)
+            return
+        model.saved_seq = model.seq
         self._registry.forget_bodies(model.id, model.seq)
 
     def _close_model(self, model: Model, reason: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import math
 import threading
@@ -30,6 +31,7 @@ from ostinato.train.accumulate import Accumulator
 tinker = pytest.importorskip("tinker", reason='pip install -c constraints.txt "ostinato[tinker]"')
 from tinker.proto import tinker_public_pb2 as pb  # noqa: E402  # pyright: ignore[reportMissingImports]
 
+from ostinato.apps.tinker import models  # noqa: E402
 from ostinato.apps.tinker.app import Handlers, make_app  # noqa: E402
 from ostinato.apps.tinker.futures import Futures  # noqa: E402
 from ostinato.apps.tinker.registry import DONE, FAILED, Registry, UserError  # noqa: E402
@@ -172,8 +174,18 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
     assert [name for name in one if not torch.equal(one[name], other[name])] == []
 
 
-def test_models_that_take_turns_in_memory_have_the_bits_of_one_that_stays(tmp_path: Path) -> None:
-    """Each model is saved and freed between any two of its requests, also with gradients accumulated."""
+@pytest.mark.parametrize("is_disk_full", [False, True])
+def test_models_that_take_turns_in_memory_have_the_bits_of_one_that_stays(
+    is_disk_full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each model is saved and freed between any two of its requests, also with gradients accumulated. Where
+    one cannot be saved its requests are run again; it failed the request that needed its room."""
+
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if is_disk_full:
+        monkeypatch.setattr(models, "save_checkpoint", refuse)
 
     async def main() -> None:
         for name in ("alone", "turns"):
